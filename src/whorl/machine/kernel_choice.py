@@ -6,10 +6,10 @@ A table of CPUs cannot replace the timing: hypervisors, sandboxes and clocks mak
 suggest, and the best way changes with the shape. The first candidate is the default: another one must be faster by 3 %. A
 candidate that raises, or whose result differs, is dropped with a warning.
 
-Times and choices are kept in `kernels-MACHINE.json` in the cache folder, so that runs on one machine are reproducible;
-MACHINE is the measurement of `device_probe.py`. Processes that time the same product at once all take the choice that was
-written first. Within `recorded_choices` a step that continues takes the ways with which it began, unless others are forced
-(`forced_choices.py`).
+Times and choices are kept in `kernels-MACHINE-SOURCES.json` in the cache folder, so that runs on one machine are
+reproducible; MACHINE is the measurement of `device_probe.py`, SOURCES a hash of the package's C++ code. Processes that time
+the same product at once all take the choice that was written first. Within `recorded_choices` a step that continues takes
+the ways with which it began, unless others are forced (`forced_choices.py`).
 
 The subtle part is when not to time: under torch's deterministic algorithms the default is taken, since timing must not
 decide bits. A choice that was timed under contention expires as a measurement does. Call `fastest` once for each shape and
@@ -31,6 +31,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from whorl.errors import ConfigError, one_of
+from whorl.machine import native_build
 from whorl.machine.choices import VARIABLE, choose_once, record_choice
 from whorl.machine.device_probe import (
     CONTENDED_CACHE_SECONDS,
@@ -169,7 +170,7 @@ def _with_threads(name: str) -> str:
 
 def choices_file() -> Path:
     """The file of the choices of this machine."""
-    return cache_folder() / f"kernels-{measured_machine()[1]}.json"
+    return cache_folder() / f"kernels-{measured_machine()[1]}-{native_build.sources_hash()}.json"
 
 
 def time_candidates(

@@ -18,6 +18,7 @@ from whorl.engine.native import NativeStep, build, layout, unsupported_reason
 from whorl.engine.native.runner import make_runner
 from whorl.engine.native.summary import row_summary
 from whorl.errors import ConfigError
+from whorl.machine import native_build
 from whorl.machine.forced_choices import force_choices
 from whorl.machine.native_build import BuildError
 from whorl.nn.linear import Linear
@@ -188,16 +189,29 @@ import sys
 from pathlib import Path
 from whorl.engine.native import build
 from whorl.machine import native_build
-native_build.ARCH_FLAGS = (("-O1",),)
+native_build.ARCH_FLAGS = (tuple(sys.argv[2:]),)
 print(build.load_library(Path(sys.argv[1])).whorl_features())
 """
 
 
-@pytest.fixture(scope="module")
-def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The library for any CPU of this family, without newer instructions; compiled by two processes at once."""
+AVX2 = "avx2" in native_build.cpu_description()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("-O1",), id="any CPU"),
+        pytest.param(
+            ("-O1", "-march=x86-64-v3"),
+            id="AVX2",
+            marks=pytest.mark.skipif(not AVX2, reason="the CPU has no AVX2"),
+        ),
+    ],
+)
+def portable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The library for any CPU of this family, and without AVX-512; compiled by two processes at once."""
     folder = tmp_path_factory.mktemp("portable")
-    command = [sys.executable, "-c", RACE, str(folder)]
+    command = [sys.executable, "-c", RACE, str(folder), *request.param]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     answers = [p.communicate(timeout=240)[0] for p in started]
     assert answers == ["0\n", "0\n"]

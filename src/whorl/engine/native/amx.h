@@ -71,7 +71,7 @@ template <Kind KIND, int C, int A, int B, class Tiles>
 INLINE void add_products(Tiles& tiles) {
     if constexpr (KIND == BFLOAT16)
         tiles.template add_pairs<C, A, B>();
-    else if constexpr (KIND == INT8)
+    else if constexpr (KIND == INT8 && SHIFTED)
         tiles.template add_fours<C, A, B>();
     else
         tiles.template add_signed_fours<C, A, B>();
@@ -79,13 +79,11 @@ INLINE void add_products(Tiles& tiles) {
 
 // int4 codes of a block -> int8 [padded k / 4][64][4].
 INLINE void unpack_codes(const Matrix& w, const char* from, char* to) {
-    typedef int8_t Bytes __attribute__((vector_size(64)));
     const int64_t half = w.group / 2 * BLOCK, n_groups = groups(w);  // half: bytes
     for (int64_t g = 0; g < n_groups; g++, to += 2 * half)
-        for (int64_t i = 0; i < half; i += 64, from += 64) {
-            const Ints pairs = load<Ints>(from);
-            store(to + i, Bytes(pairs & 0x0f0f0f0f) - 8);
-            store(to + half + i, Bytes((pairs >> 4) & 0x0f0f0f0f) - 8);
+        for (int64_t i = 0; i < half; i++, from++) {
+            to[i] = char((*from & 15) - 8);
+            to[half + i] = char((uint8_t(*from) >> 4) - 8);
         }
 }
 
@@ -157,10 +155,10 @@ INLINE void block_by_tiles(Tiles& tiles, const Matrix& w, int64_t block, const c
         const int64_t at = (block * n_groups + g) * BLOCK;
         for (int p = 0; p < BLOCK; p += WIDTH) {
             const Lanes scale = load_scales(w, at + p);
-            const Ints moved = w.kind == INT8 ? load<Ints>(w.moved + at + p) : Ints{};
+            const Ints moved = w.kind == INT8 && SHIFTED ? load<Ints>(w.moved + at + p) : Ints{};
             for (int m = 0; m < rows; m++) {
                 Lanes acc = g ? load_lanes(out + m * BLOCK + p) : Lanes{};
-                acc += __builtin_convertvector(load<Ints>(sums + m * BLOCK + p) - moved, Lanes) *
+                acc += to_lanes(load<Ints>(sums + m * BLOCK + p) - moved) *
                        (scale * x.scales[(row + m) * n_groups + g]);
                 store(out + m * BLOCK + p, acc);
             }

@@ -49,23 +49,6 @@ INLINE int64_t attention_room(const Heads& h, int64_t queries) {
     return 2 * queries * d + queries * (KEYS + 5) + 3 * KEYS * d;
 }
 
-// Transpose: in 16 rows of 16 -> out, with distance `stride` between columns.
-INLINE void transpose16(Lanes* v, float* out, int64_t stride) {
-    Lanes w[WIDTH];
-    UNROLL for (int i = 0; i < 8; i++) {
-        w[2 * i] = __builtin_shufflevector(v[i], v[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-        w[2 * i + 1] = __builtin_shufflevector(v[i], v[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-    }
-    UNROLL for (int round = 0; round < 3; round++) {  // four perfect shuffles of 16 rows are a transpose
-        UNROLL16 for (int i = 0; i < WIDTH; i++) v[i] = w[i];
-        UNROLL for (int i = 0; i < 8; i++) {
-            w[2 * i] = __builtin_shufflevector(v[i], v[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            w[2 * i + 1] = __builtin_shufflevector(v[i], v[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        }
-    }
-    UNROLL16 for (int i = 0; i < WIDTH; i++) store(out + i * stride, w[i]);
-}
-
 // Convert one row to fp32, padded with zeros.
 template <class T>
 INLINE const float* widened(const T* from, int64_t head_dim, float* to) {
@@ -86,14 +69,20 @@ INLINE void turn_keys(const T* k, int64_t stride, int64_t d, float* turned) {
         }
 }
 
-// scores[32] of one query from 32 rows: 16 sums in registers, then the sums of their lanes.
+constexpr int TOGETHER = HELD >= 32 ? WIDTH : HELD / 2;  // keys whose sums stay in registers
+
+// scores[32] of one query from 32 rows: 16 sums, then the sums of their lanes.
 INLINE void few_scores(const float* q, int64_t d, const float* k, float* scores) {
     for (int side = 0; side < KEYS; side += WIDTH) {
         Lanes rows[WIDTH];
-        UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] = Lanes{};
-        for (int64_t c = 0; c < d; c += WIDTH) {
-            const Lanes part = load_lanes(q + c);
-            UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] += load_lanes(k + (side + j) * d + c) * part;
+        for (int first = 0; first < WIDTH; first += TOGETHER) {
+            Lanes sums[TOGETHER];
+            UNROLL16 for (int j = 0; j < TOGETHER; j++) sums[j] = Lanes{};
+            for (int64_t c = 0; c < d; c += WIDTH) {
+                const Lanes part = load_lanes(q + c);
+                UNROLL16 for (int j = 0; j < TOGETHER; j++) sums[j] += load_lanes(k + (side + first + j) * d + c) * part;
+            }
+            UNROLL16 for (int j = 0; j < TOGETHER; j++) rows[first + j] = sums[j];
         }
         store(scores + side, sums16(rows));
     }
@@ -137,7 +126,8 @@ INLINE void values_of(const float* p, const float* correction, const float* v, i
 template <int QN>
 INLINE void all_values_of(const float* p, const float* correction, const float* v, int from, int to, float* out, int64_t d) {
     int64_t column = 0;
-    for (; column + 4 * WIDTH <= d; column += 4 * WIDTH) values_of<QN, 4>(p, correction, v, column, from, to, out, d);
+    constexpr int N = HELD >= 32 ? 4 : QN > 1 ? 2 : 4;
+    for (; column + N * WIDTH <= d; column += N * WIDTH) values_of<QN, N>(p, correction, v, column, from, to, out, d);
     for (; column < d; column += WIDTH) values_of<QN, 1>(p, correction, v, column, from, to, out, d);
 }
 
@@ -150,7 +140,7 @@ INLINE float soften(float* scores, const float* scales, int from, int to, float 
         store(scores + WIDTH, Lanes{});
         return 1.0f;
     }
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints lane = lane_numbers();
     Lanes s[2];
     Ints seen[2];
     for (int h = 0; h < 2; h++) {
@@ -158,7 +148,7 @@ INLINE float soften(float* scores, const float* scales, int from, int to, float 
         if (scales) s[h] *= load_lanes(scales + h * WIDTH);
         if (softcap != 0) s[h] = softcap * tanh_lanes(s[h] / softcap);
         seen[h] = (lane + h * WIDTH >= from) & (lane + h * WIDTH < to);
-        s[h] = seen[h] ? s[h] : all(LOWEST);
+        s[h] = choose(seen[h], s[h], all(LOWEST));
     }
     const float highest = max_of(max_lanes(s[0], s[1]));
     const float now = highest > most ? highest : most;
@@ -234,8 +224,9 @@ void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t
             else
                 turn_keys(keys, d, d, turned);
             int64_t i = 0;
-            for (; i + 8 <= n; i += 8) scores_of<8>(queries + i * d, d, turned, scores + i * KEYS);
-            for (; i + 4 <= n; i += 4) scores_of<4>(queries + i * d, d, turned, scores + i * KEYS);
+            constexpr int MANY = HELD / 4;
+            for (; i + MANY <= n; i += MANY) scores_of<MANY>(queries + i * d, d, turned, scores + i * KEYS);
+            for (; HELD >= 32 && i + 4 <= n; i += 4) scores_of<4>(queries + i * d, d, turned, scores + i * KEYS);
             for (; i < n; i++) scores_of<1>(queries + i * d, d, turned, scores + i * KEYS);
         } else {
             for (int64_t i = 0; i < n; i++) few_scores(queries + i * d, d, keys, scores + i * KEYS);
@@ -247,7 +238,8 @@ void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t
             correction[i] = soften(scores + i * KEYS, sizeof(T) == 1 ? scales : nullptr, low, high, h.softcap, most[i], sum[i]);
         }
         int64_t i = 0;
-        for (; i + 4 <= n; i += 4) all_values_of<4>(scores + i * KEYS, correction + i, values, from, to, out + i * d, d);
+        constexpr int MANY = HELD >= 32 ? 4 : 2;
+        for (; i + MANY <= n; i += MANY) all_values_of<MANY>(scores + i * KEYS, correction + i, values, from, to, out + i * d, d);
         for (; i < n; i++) all_values_of<1>(scores + i * KEYS, correction + i, values, from, to, out + i * d, d);
     }
     divide_by_sums(h, kv, n, most, sum, out, d, y, y_stride);

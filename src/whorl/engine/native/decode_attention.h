@@ -19,8 +19,8 @@
 #include "decode_blocks.h"
 
 INLINE Lanes seen_lanes(Lanes v, int start, int from, int to, float otherwise) {
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return (lane + start >= from) & (lane + start < to) ? v : all(otherwise);
+    const Ints lane = lane_numbers();
+    return choose((lane + start >= from) & (lane + start < to), v, all(otherwise));
 }
 
 // As `soften` for a chunk. v_scale: of int8 values, or null. Weights p v_scale replace the scores; returns the largest of them.
@@ -58,18 +58,17 @@ INLINE float soften_chunk(float* scores, const float* v_scale, const Unit* units
 
 // x[n] in units of `scale`, rounded; n is a multiple of 16.
 INLINE void to_codes(const float* x, int64_t n, float scale, int16_t* codes) {
-    typedef int16_t Shorts __attribute__((vector_size(32)));
     const Lanes magic = all(12582912.0f);  // 1.5 * 2^23
     for (int64_t c = 0; c < n; c += WIDTH)
-        store(codes + c, __builtin_convertvector((Ints)(load_lanes(x + c) / scale + magic) - (Ints)magic, Shorts));
+        store_as(codes + c, (Ints)(load_lanes(x + c) / scale + magic) - (Ints)magic);
 }
 // The same for weights >= 0, as high and low bytes.
 INLINE void to_byte_codes(const float* w, int n, float scale, uint8_t* high, uint8_t* low) {
     const float inverse = 1.0f / scale;
     for (int c = 0; c < n; c += WIDTH) {
-        const Ints code = __builtin_convertvector(load_lanes(w + c) * inverse + 0.5f, Ints);
-        store(high + c, __builtin_convertvector(code >> 8, Bytes));
-        store(low + c, __builtin_convertvector(code & 255, Bytes));
+        const Ints code = to_ints(load_lanes(w + c) * inverse + 0.5f);
+        store_as(high + c, code >> 8);
+        store_as(low + c, code & 255);
     }
 }
 INLINE float code_scale(float largest, float codes) { return (largest > 1e-30f ? largest : 1e-30f) / codes; }
@@ -170,7 +169,7 @@ struct FewQueries {
         if (codes)
             for (; i + 2 <= n; i += 2) add_values<2>(block, range, i);
         else
-            for (; i + 4 <= n; i += 4) add_values<4>(block, range, i);
+            for (constexpr int MANY = HELD >= 32 ? 4 : 1; i + MANY <= n; i += MANY) add_values<MANY>(block, range, i);
         for (; i < n; i++) add_values<1>(block, range, i);
     }
 };

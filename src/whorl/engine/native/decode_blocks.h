@@ -36,11 +36,7 @@ struct Unit {
         for (int64_t b = 0; b < d * int64_t(sizeof(T)); b += 64) __builtin_prefetch((const char*)at(base, d, j) + b);
     }
 
-    INLINE Lanes scales(const float* base) const {
-        typedef float Half __attribute__((vector_size(32)));
-        return __builtin_shufflevector(load<Half>(base + row[0]), load<Half>(base + row[1]), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10,
-                                       11, 12, 13, 14, 15);
-    }
+    INLINE Lanes scales(const float* base) const { return join(base + row[0], base + row[1]); }
 };
 
 // The units of a row's positions, in order. Positions outside of [first, last] get rows inside, since the table may lack
@@ -75,43 +71,48 @@ struct Query {
     float scale;
 };
 
-// The scores of 16 keys: a sum in a register for each, then the sums of their lanes. fetch(j, c) is called where a line of a row
+// The scores of 16 keys: a sum for each in a register, then the sums of their lanes. fetch(j, c) is called where a line of a row
 // begins.
 template <class T, class F>
 INLINE Lanes unit_scores(const Query& q, int64_t d, const T* base, const Unit& unit, F fetch) {
-    int64_t c = 0;
 #ifdef WHORL_INTEGER_PRODUCTS
     if (sizeof(T) == 1 && q.codes) {
         Ints sums[WIDTH];
         UNROLL16 for (int j = 0; j < WIDTH; j++) sums[j] = Ints{};
-        for (; c < d; c += 2 * WIDTH) {
+        for (int64_t c = 0; c < d; c += 2 * WIDTH) {
             const __m512i part = _mm512_loadu_si512(q.codes + c);
             UNROLL16 for (int j = 0; j < WIDTH; j++) {
                 const __m512i key = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(unit.at(base, d, j) + c)));
                 sums[j] = (Ints)_mm512_dpwssd_epi32((__m512i)sums[j], key, part);
             }
         }
-        return __builtin_convertvector(sums16(sums), Lanes) * q.scale;
+        return to_lanes(sums16(sums)) * q.scale;
     }
 #endif
-    Lanes sums[WIDTH];
-    UNROLL16 for (int j = 0; j < WIDTH; j++) sums[j] = Lanes{};
+    Lanes rows[WIDTH];
+    for (int first = 0; first < WIDTH; first += TOGETHER) {
+        Lanes sums[TOGETHER];
+        UNROLL16 for (int j = 0; j < TOGETHER; j++) sums[j] = Lanes{};
+        const auto key = [&](int j) __attribute__((always_inline)) { return unit.at(base, d, first + j); };
+        int64_t c = 0;
 #ifdef __AVX512BF16__
-    if (sizeof(T) == 2)  // two features per lane, exact products; the query is rounded as in torch
-        for (; c + 2 * WIDTH <= d; c += 2 * WIDTH) {
-            const __m512bh part = (__m512bh)load<Bits>(q.halves + c);
-            UNROLL16 for (int j = 0; j < WIDTH; j++)
-                sums[j] = (Lanes)_mm512_dpbf16_ps((__m512)sums[j], (__m512bh)load<Bits>(unit.at(base, d, j) + c), part);
-        }
+        if (sizeof(T) == 2)  // two features per lane, exact products; the query is rounded as in torch
+            for (; c + 2 * WIDTH <= d; c += 2 * WIDTH) {
+                const __m512bh part = (__m512bh)load<Bits>(q.halves + c);
+                UNROLL16 for (int j = 0; j < TOGETHER; j++)
+                    sums[j] = (Lanes)_mm512_dpbf16_ps((__m512)sums[j], (__m512bh)load<Bits>(key(j) + c), part);
+            }
 #endif
-    for (; c < d; c += WIDTH) {
-        const Lanes part = load_lanes(q.floats + c);
-        UNROLL16 for (int j = 0; j < WIDTH; j++) {
-            if (c * sizeof(T) % 64 == 0) fetch(j, c);
-            sums[j] += load_lanes(unit.at(base, d, j) + c) * part;
+        for (; c < d; c += WIDTH) {
+            const Lanes part = load_lanes(q.floats + c);
+            UNROLL16 for (int j = 0; j < TOGETHER; j++) {
+                if (c * sizeof(T) % 64 == 0) fetch(first + j, c);
+                sums[j] += load_lanes(key(j) + c) * part;
+            }
         }
+        UNROLL16 for (int j = 0; j < TOGETHER; j++) rows[first + j] = sums[j];
     }
-    return sums16(sums);
+    return sums16(rows);
 }
 
 // 64 features of a row as four vectors. Of bf16, the even and the odd features of 32, which takes no shuffle; `in_order64`
@@ -132,11 +133,7 @@ INLINE void widen64(const bf16* row, Lanes (&v)[4]) {
 template <class T>
 INLINE void in_order64(Lanes (&v)[4]) {
     if constexpr (sizeof(T) == 2)
-        UNROLL for (int i = 0; i < 4; i += 2) {
-            const Lanes even = v[i], odd = v[i + 1];
-            v[i] = __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            v[i + 1] = __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        }
+        UNROLL for (int i = 0; i < 4; i += 2) interleave(v[i], v[i + 1]);
 }
 
 // Prefetches of fp32 rows are spread over the work, since a burst of them waits for the CPU's few buffers. Those of shorter rows

@@ -156,7 +156,7 @@ inline void ready_row(const Matrix& w, const float* x, char* to, float* scales, 
         int8_t* out = (int8_t*)to + g * w.group;
         const float largest = largest_magnitude(from, size);
         const float inverse = largest > 0 ? 127 / largest : 0;
-        const uint8_t shift = w.kind == INT8 ? 0x80 : 0;
+        const uint8_t shift = w.kind == INT8 && SHIFTED ? 0x80 : 0;
         int32_t sum = 0;
         for (int64_t k = 0; k < size; k++) {
             const int32_t q = nearest(from[k] * inverse);

@@ -67,7 +67,8 @@ template <int M>
 void tile_of(const Matrix& w, int64_t block, const Rows& x, int64_t row, Ahead ahead, float* out) {
     const char* data = (const char*)w.data + block * block_bytes(w);
     const int64_t scale = block * groups(w) * BLOCK;
-    for (int p = 0; p < PANELS; p += SPAN) {
+    constexpr int SPAN = span_of(M);
+    for (int p = 0; p < PANELS; p += SPAN, ahead.at += 64 * SPAN) {
         const int64_t at = scale + p * WIDTH;
         if (w.kind == FLOAT32)
             tile_float32<M, SPAN>(w, data + 4 * p * WIDTH, x, row, ahead, out + p * WIDTH);
@@ -81,11 +82,7 @@ void tile_of(const Matrix& w, int64_t block, const Rows& x, int64_t row, Ahead a
 }
 
 using TileOf = void (*)(const Matrix&, int64_t, const Rows&, int64_t, Ahead, float*);
-static const TileOf tiles[] = {tile_of<1>, tile_of<2>, tile_of<3>, tile_of<4>,
-#ifdef __AVX512F__
-                               tile_of<5>, tile_of<6>
-#endif
-};
+static const TileOf tiles[] = {tile_of<1>, tile_of<2>, tile_of<3>, tile_of<4>, tile_of<5>, tile_of<6>};
 
 // Memory that only grows, on large pages if the system provides them.
 struct Room {
@@ -130,7 +127,7 @@ INLINE Ahead ahead_of(const Matrix& w, int64_t block, int64_t tile, int64_t n_ti
 
 inline void part_by_vectors(const Matrix& w, int64_t block, const Rows& x, int64_t first, int64_t end, const Target& to) {
     alignas(64) float tile[TILE * BLOCK];
-    const int64_t m = end - first, n_tiles = (m + TILE - 1) / TILE;
+    const int64_t m = end - first, n_tiles = (m + tile_rows(w) - 1) / tile_rows(w);
     const bool cold = block == 0 || block == (blocks(w) + 1) / 2;  // where threads begin (team.h)
     for (int64_t t = 0; t < n_tiles; t++) {
         const int64_t row = m * t / n_tiles;
@@ -148,7 +145,7 @@ inline void product(Team& team, const Matrix& w, const Rows& x, int64_t m, const
     // Sums of integers are exact, so few rows take the faster way without a change of bits.
     const int64_t few = w.kind == INT8 ? FEW_ROWS : w.kind == INT4 ? FEW_INT4_ROWS : 0;
     const Method method = !fits_tiles(w) || m <= few ? VECTORS : Method(w.method);
-    const int64_t n_blocks = blocks(w), unit = method == VECTORS ? TILE : TILE_ROWS, n_units = (m + unit - 1) / unit;
+    const int64_t n_blocks = blocks(w), unit = method == VECTORS ? tile_rows(w) : TILE_ROWS, n_units = (m + unit - 1) / unit;
     // Rows are split too if there are fewer blocks than the threads need.
     int64_t parts = (4 * team.size + n_blocks - 1) / n_blocks;
     if (parts > n_units) parts = n_units;

@@ -71,7 +71,7 @@ INLINE Above above(const float* weights, int64_t n, float bound) {
         UNROLL for (int j = 0; j < 4; j++) {
             const Lanes w = load_lanes(weights + i + j * WIDTH);
             const Ints larger = w > all(bound);
-            sums[j] += larger ? w : Lanes{};
+            sums[j] += choose(larger, w, Lanes{});
             counts[j] -= larger;
         }
     const Ints count = (counts[0] + counts[1]) + (counts[2] + counts[3]);
@@ -108,7 +108,7 @@ inline void keep_largest(float* weights, int64_t n, int64_t k, double mass, std:
         for (int64_t i = start; i < start + WEIGHTS_PER_BLOCK; i += WIDTH) {
             const Lanes w = load_lanes(weights + i);
             const Ints beyond = w > all(to);
-            sum += beyond ? w : Lanes{};
+            sum += choose(beyond, w, Lanes{});
             larger -= beyond;
             between |= (w > all(from)) ^ beyond;
         }
@@ -124,7 +124,7 @@ inline void keep_largest(float* weights, int64_t n, int64_t k, double mass, std:
     const float least = kept ? few[kept - 1] : number(high + 1);  // the smallest that is kept
     for (int64_t i = 0; i < n; i += WIDTH) {
         const Lanes w = load_lanes(weights + i);
-        store(weights + i, w >= all(least) ? w : Lanes{});
+        store(weights + i, choose(w >= all(least), w, Lanes{}));
     }
     if (!kept || kept == few.size() || few[kept] != least) return;
     int64_t equal = 0;
@@ -145,7 +145,7 @@ inline Drawn draw(const float* z, int64_t n, const uint8_t* banned, float temper
     int64_t i = 0;
     for (; i + WIDTH <= n; i += WIDTH) {
         const Lanes x = (load_lanes(z + i) - highest) / temperature;
-        store(weights + i, x > all(-87.0f) ? exp_lanes(x) : Lanes{});
+        store(weights + i, choose(x > all(-87.0f), exp_lanes(x), Lanes{}));
     }
     for (; i < n; i++) weights[i] = std::exp((z[i] - highest) / temperature);
     for (; i < padded; i++) weights[i] = 0;

@@ -16,13 +16,13 @@ INLINE int64_t first_nan(const float* x, int64_t n) {
 
 // As numpy's argmax: the first of equal numbers; with a NaN, the first one.
 INLINE int64_t argmax(const float* x, int64_t n) {
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints lane = lane_numbers();
     Lanes best = all(-INFINITY);
     Ints at = all_ints(INT32_MAX), unordered{};
     int64_t i = 0;
     for (; i + WIDTH <= n; i += WIDTH) {
         const Lanes v = load_lanes(x + i);
-        at = v > best ? lane + int32_t(i) : at;
+        at = choose(v > best, lane + int32_t(i), at);
         best = max_lanes(best, v);
         unordered |= v != v;
     }

@@ -69,13 +69,13 @@ INLINE float soften64(const float* scores, bf16* probabilities, int from, int to
         memset(probabilities, 0, TILE_KEYS * sizeof(bf16));
         return 1.0f;
     }
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints lane = lane_numbers();
     const bool partly = from > 0 || to < TILE_KEYS;
     Lanes s[4], highest = all(LOWEST);
     UNROLL for (int h = 0; h < 4; h++) {
         s[h] = load_lanes(scores + h * WIDTH);
         if (softcap != 0) s[h] = log2e * softcap * tanh_lanes(s[h] / softcap);
-        if (partly) s[h] = (lane + h * WIDTH >= from) & (lane + h * WIDTH < to) ? s[h] : all(LOWEST);
+        if (partly) s[h] = choose((lane + h * WIDTH >= from) & (lane + h * WIDTH < to), s[h], all(LOWEST));
         highest = max_lanes(highest, s[h]);
     }
     const float here = max_of(highest), now = here > most ? here : most;
@@ -132,8 +132,8 @@ INLINE void turn_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pag
             const bool has_even = p0 + j >= first && p0 + j <= last, has_odd = p0 + j + 1 >= first && p0 + j + 1 <= last;
             for (int64_t c = 0; c < d / 16; c++) {
                 Bits pair{};
-                if (has_even) pair = __builtin_convertvector(load<Halves>(even + c * WIDTH), Bits);
-                if (has_odd) pair |= __builtin_convertvector(load<Halves>(odd + c * WIDTH), Bits) << 16;
+                if (has_even) pair = load_halves(even + c * WIDTH);
+                if (has_odd) pair |= load_halves(odd + c * WIDTH) << 16;
                 store((Bits*)(into + c * tile + j / 2 * WIDTH), pair);
             }
         }

@@ -16,7 +16,7 @@
 // are given. A group is padded with 0 to whole lines. Activations are rounded to int8 with one scale per row and group.
 // vpdpbusd multiplies unsigned by signed bytes, so for int8 the activations are shifted by 128 and for int4 the weights by 8.
 // The offset is subtracted again: for int8, 128 times the sum of the weights (stored with them); for int4, 8 times the sum of
-// the activations.
+// the activations. AVX2 has pairs of bytes only (vpmaddubsw), in sums of 16 bits, so there int8 activations are not shifted.
 //
 // Subtle: a row is summed in the same order for any m and any tile, so its result does not depend on the other rows, to the
 // bit. One accumulator per output is enough even at m = 1: four independent chains of 64 bytes per step are faster than any
@@ -31,11 +31,11 @@ enum Method : int32_t { VECTORS = 0, TILES = 1, EMULATED_TILES = 2 };  // of a p
 
 constexpr int BLOCK = 64;  // outputs
 constexpr int PANELS = BLOCK / WIDTH;
-#ifdef __AVX512F__
-constexpr int TILE = 6, SPAN = 4;  // rows and panels kept in registers
-#else
-constexpr int TILE = 4, SPAN = 1;
-#endif
+constexpr int TILE = HELD < 8 ? 2 : 6;  // rows of a tile at most: its sums stay in registers
+// The same of bf16 and integers, which need more registers for a product.
+constexpr int NARROW_TILE = HELD < 32 && TILE > 4 ? 4 : TILE;
+// Panels of a tile of m rows.
+constexpr int span_of(int m) { return HELD >= 32 || m == 1 ? 4 : HELD >= 8 && m <= 3 ? 2 : 1; }
 
 struct Matrix {
     int32_t kind;
@@ -86,6 +86,7 @@ typedef float BfActivation;  // no instruction for pairs: activations are not ro
 INLINE bool reads_floats(const Matrix& w) {
     return w.kind == FLOAT32 || (w.kind == BFLOAT16 && w.method == VECTORS && sizeof(BfActivation) == 4);
 }
+INLINE int tile_rows(const Matrix& w) { return w.kind == FLOAT32 ? TILE : NARROW_TILE; }
 INLINE int64_t activation_bytes(const Matrix& w) { return reads_floats(w) ? 4 : w.kind == BFLOAT16 ? 2 : 1; }
 
 // Four products of unsigned and signed bytes, added to each of 16 sums.
@@ -99,19 +100,46 @@ INLINE Ints dot4(Ints sum, Ints u, Ints s) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool SHIFTED = false;  // whether int8 activations are shifted by 128
+
+// The same where the sum of two products is below 2^15.
+INLINE Ints dot4_small(Ints sum, Ints u, Ints s) {
+    return by_parts<Ints>([&](int i) __attribute__((always_inline)) {
+        const __m256i pairs = _mm256_maddubs_epi16((__m256i)u.part[i], (__m256i)s.part[i]);
+        return sum.part[i] + (Ints::Register)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    });
+}
+
+// The same of activations and weights in int8, above -128: |w| times x with the sign of w.
+INLINE Ints dot4_int8(Ints sum, Ints x, Ints w) {
+    const auto each = [&](auto work) __attribute__((always_inline)) { return by_parts<Ints>(work); };
+    const Ints size = each([&](int i) __attribute__((always_inline)) { return (Ints::Register)_mm256_abs_epi8((__m256i)w.part[i]); });
+    const Ints signed_x = each([&](int i) __attribute__((always_inline)) {
+        return (Ints::Register)_mm256_sign_epi8((__m256i)x.part[i], (__m256i)w.part[i]);
+    });
+    return dot4_small(sum, size, signed_x);
+}
+#else
+constexpr bool SHIFTED = true;
+INLINE Ints dot4_small(Ints sum, Ints u, Ints s) { return dot4(sum, u, s); }
+INLINE Ints dot4_int8(Ints sum, Ints x, Ints w) { return dot4(sum, x, w); }
+#endif
+
 template <int M, int P>
 INLINE void clear(Lanes (&acc)[M][P]) {
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int p = 0; p < P; p++) acc[m][p] = Lanes{};
 }
 
-// Prefetches of a tile: 256 bytes from `at`, which moves by `step` bytes for each 256 bytes of weights that are multiplied.
+// Prefetches of a tile: a line of 64 bytes for each panel from `at`, which moves by `step` bytes for each 256 bytes of weights.
 struct Ahead {
     const char* at;
     int64_t step;
 
+    template <int LINES>
     INLINE void next() {
-        UNROLL for (int line = 0; line < 4; line++) __builtin_prefetch(at + 64 * line);
+        UNROLL for (int line = 0; line < LINES; line++) __builtin_prefetch(at + 64 * line);
         at += step;
     }
 };
@@ -125,7 +153,7 @@ INLINE void tile_float32(const Matrix& w, const char* block, const Rows& x, int6
     Lanes acc[M][P];
     clear(acc);
     for (int64_t k = 0; k < padded(w); k++, weights += BLOCK) {
-        ahead.next();
+        ahead.next<P>();
         Lanes wide[P];
         UNROLL for (int p = 0; p < P; p++) wide[p] = load_lanes(weights + p * WIDTH);
         UNROLL for (int m = 0; m < M; m++)
@@ -143,7 +171,7 @@ INLINE void tile_bfloat16(const Matrix& w, const char* block, const Rows& x, int
     Lanes acc[M][P];
     clear(acc);
     for (int64_t k = 0; k < padded(w); k += 2, weights += 4 * BLOCK) {
-        ahead.next();
+        ahead.next<P>();
         Bits pairs[P];
         UNROLL for (int p = 0; p < P; p++) pairs[p] = load<Bits>(weights + 64 * p);
         UNROLL for (int m = 0; m < M; m++) {
@@ -178,11 +206,12 @@ INLINE void tile_integer(const Matrix& w, const char* block, int64_t at, const R
         Ints sum[M][P];
         UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int p = 0; p < P; p++)
-                sum[m][p] = HALF ? all_ints(-x.sums[(row + m) * n_groups + g])
-                                 : -load<Ints>(w.moved + at + g * BLOCK + p * WIDTH);
+                sum[m][p] = HALF      ? all_ints(-x.sums[(row + m) * n_groups + g])
+                            : SHIFTED ? -load<Ints>(w.moved + at + g * BLOCK + p * WIDTH)
+                                      : Ints{};
         const int64_t first = g * w.group, half = w.group / 2;
         for (int64_t k = 0; k < (HALF ? half : int64_t(w.group)); k += 4, weights += 4 * BLOCK) {
-            ahead.next();
+            ahead.next<P>();
             Ints bytes[P];
             UNROLL for (int p = 0; p < P; p++) bytes[p] = load<Ints>(weights + 64 * p);
             UNROLL for (int m = 0; m < M; m++) {
@@ -192,18 +221,18 @@ INLINE void tile_integer(const Matrix& w, const char* block, int64_t at, const R
                     int32_t later;
                     memcpy(&later, rows[m] + first + half + k, 4);
                     UNROLL for (int p = 0; p < P; p++) {
-                        sum[m][p] = dot4(sum[m][p], bytes[p] & 0x0f0f0f0f, all_ints(four));
-                        sum[m][p] = dot4(sum[m][p], (bytes[p] >> 4) & 0x0f0f0f0f, all_ints(later));
+                        sum[m][p] = dot4_small(sum[m][p], bytes[p] & 0x0f0f0f0f, all_ints(four));
+                        sum[m][p] = dot4_small(sum[m][p], (bytes[p] >> 4) & 0x0f0f0f0f, all_ints(later));
                     }
                 } else {
-                    UNROLL for (int p = 0; p < P; p++) sum[m][p] = dot4(sum[m][p], all_ints(four), bytes[p]);
+                    UNROLL for (int p = 0; p < P; p++) sum[m][p] = dot4_int8(sum[m][p], all_ints(four), bytes[p]);
                 }
             }
         }
         UNROLL for (int p = 0; p < P; p++) {
             const Lanes scale = load_scales(w, at + g * BLOCK + p * WIDTH);
             UNROLL for (int m = 0; m < M; m++)
-                acc[m][p] += __builtin_convertvector(sum[m][p], Lanes) * (scale * x.scales[(row + m) * n_groups + g]);
+                acc[m][p] += to_lanes(sum[m][p]) * (scale * x.scales[(row + m) * n_groups + g]);
         }
     }
     UNROLL for (int m = 0; m < M; m++)

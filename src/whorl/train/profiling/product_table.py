@@ -86,22 +86,26 @@ class TimedProduct:
 
 
 def measure_bounds(threads: int) -> Bounds:
-    """Measure GEMM rates (fp32, bf16, int8) and bandwidth now, with this number of threads."""
+    """Measure GEMM rates (fp32, bf16, int8) and bandwidth now, with this number of threads.
+
+    A type has at least the rate of the wider one: a CPU without its products converts the numbers.
+    """
     with _threads(threads):
         flops, _ = measure_peaks("cpu")
         bandwidth = {2 * size: copy_bandwidth("cpu", size) for size in COPY_BYTES}
-        flops["int8"] = _int8_rate(flops["bfloat16"])
+        flops["bfloat16"] = max(flops["bfloat16"], flops["float32"])
+        flops["int8"] = max(_int8_rate(), flops["bfloat16"])
     return Bounds(flops, bandwidth)
 
 
-def _int8_rate(otherwise: float) -> float:
-    """Return the rate of torch's int8 product, or `otherwise` if this torch has none for the CPU."""
+def _int8_rate() -> float:
+    """Return the rate of torch's int8 product, 0 if this torch has none for the CPU."""
     rows, inner, outer = SHAPES[1]
     a, b = torch.ones(rows, inner, dtype=torch.int8), torch.ones(inner, outer, dtype=torch.int8)
     try:
         return 2.0 * rows * inner * outer / best_seconds(lambda: torch._int_mm(a, b), "cpu")
     except (RuntimeError, AttributeError):
-        return otherwise
+        return 0.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,105 @@
+// Vectors of sixteen numbers in one register of AVX-512, in the compiler's vector types.
+#pragma once
+
+#include "tile_registers.h"
+
+#include <immintrin.h>
+
+typedef float Lanes __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+
+constexpr int HELD = 32;  // vectors that all registers hold
+
+template <class V, class T>
+INLINE V load(const T* from) {
+    V v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class T, class V>
+INLINE void store(T* to, V v) {
+    memcpy(to, &v, sizeof v);
+}
+
+// Each number converted to the type To.
+template <class To>
+INLINE void store_as(To* to, Ints v) {
+    typedef To Narrow __attribute__((vector_size(16 * sizeof(To))));
+    store(to, __builtin_convertvector(v, Narrow));
+}
+
+INLINE Bits load_halves(const bf16* from) {  // otherwise the compiler splits and joins halves
+    return (Bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+}
+INLINE Lanes load_lanes(const int8_t* from) {
+    return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+}
+
+INLINE Lanes to_lanes(Ints v) { return __builtin_convertvector(v, Lanes); }
+INLINE Ints to_ints(Lanes v) { return __builtin_convertvector(v, Ints); }  // truncated
+
+INLINE Lanes choose(Ints mask, Lanes a, Lanes b) { return mask ? a : b; }
+INLINE Ints choose(Ints mask, Ints a, Ints b) { return mask ? a : b; }
+INLINE Lanes min_lanes(Lanes a, Lanes b) { return a < b ? a : b; }
+INLINE Lanes max_lanes(Lanes a, Lanes b) { return a > b ? a : b; }
+
+INLINE float sum_lanes(Lanes v) { return _mm512_reduce_add_ps((__m512)v); }
+INLINE float max_of(Lanes v) { return _mm512_reduce_max_ps((__m512)v); }
+
+INLINE Ints lane_numbers() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+// Eight numbers from each address.
+INLINE Lanes join(const float* low, const float* high) {
+    typedef float Half __attribute__((vector_size(32)));
+    return __builtin_shufflevector(load<Half>(low), load<Half>(high), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+
+INLINE Lanes lower_shuffled(Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+INLINE Lanes upper_shuffled(Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+// a0, a1, ... and b0, b1, ... -> a0, b0, a1, b1, ...
+INLINE void interleave(Lanes& a, Lanes& b) {
+    const Lanes even = a, odd = b;
+    a = lower_shuffled(even, odd);
+    b = upper_shuffled(even, odd);
+}
+
+// The sums of sixteen vectors as one vector: a transpose with additions, 15 instead of 16 * 4. The first operand of each
+// addition is a blend, which has more ports than a shuffle.
+template <class V>
+INLINE V sums16(V* v) {
+    UNROLL for (int i = 0; i < 8; i++)
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 1, 16, 3, 18, 5, 20, 7, 22, 9, 24, 11, 26, 13, 28, 15, 30);
+    UNROLL for (int i = 0; i < 4; i++)
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29);
+    UNROLL for (int i = 0; i < 2; i++)
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+    return __builtin_shufflevector(v[0], v[1], 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31) +
+           __builtin_shufflevector(v[0], v[1], 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23);
+}
+
+// Transpose: in 16 rows of 16 -> out, with distance `stride` between columns.
+INLINE void transpose16(Lanes* v, float* out, int64_t stride) {
+    Lanes w[16];
+    UNROLL for (int i = 0; i < 8; i++) {
+        w[2 * i] = lower_shuffled(v[i], v[i + 8]);
+        w[2 * i + 1] = upper_shuffled(v[i], v[i + 8]);
+    }
+    UNROLL for (int round = 0; round < 3; round++) {  // four perfect shuffles of 16 rows are a transpose
+        UNROLL16 for (int i = 0; i < 16; i++) v[i] = w[i];
+        UNROLL for (int i = 0; i < 8; i++) {
+            w[2 * i] = lower_shuffled(v[i], v[i + 8]);
+            w[2 * i + 1] = upper_shuffled(v[i], v[i + 8]);
+        }
+    }
+    UNROLL16 for (int i = 0; i < 16; i++) store(out + i * stride, w[i]);
+}
