@@ -35,6 +35,7 @@ def parse(
     add: Callable[[argparse.ArgumentParser], Any] = lambda parser: None,
     *,
     smoke: Mapping[str, Any] | None = None,
+    quick: Mapping[str, Any] | None = None,
 ) -> argparse.Namespace:
     """The script's arguments.
 
@@ -42,16 +43,23 @@ def parse(
         doc: the script's docstring, for `--help`.
         add: adds the script's own arguments.
         smoke: values of arguments (or further constants) that `--smoke` sets.
+        quick: those that `--quick` sets, which is an option if there are any; `--smoke` sets them too, and its own last.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: checks that the script runs")
     parser.add_argument("--save", action="store_true", help="keep the JSON line in bench/results/")
     add(parser)
+    if quick:
+        parser.add_argument("--quick", action="store_true", help="a shortened run")
     args = parser.parse_args()
+    changes: dict[str, Any] = {}
+    if quick and (args.quick or args.smoke):
+        changes |= {**quick, "quick": True}
     if args.smoke:
         os.environ[SMOKE] = "1"
-        for name, value in (smoke or {}).items():
-            setattr(args, name, value)
+        changes |= smoke or {}
+    for name, value in changes.items():
+        setattr(args, name, value)
     return args
 
 
@@ -169,7 +177,7 @@ def claim(
 
 
 def column_of(machine: Any) -> str:
-    """The kind of a record's machine in docs/benchmarks.md: AMX, Zen 5, Zen 4, GPU, or the CPU's name."""
+    """The kind of a record's machine in docs/benchmarks.md: AMX, Zen 5, Zen 4, Zen 3, GPU, or the CPU's name."""
     if not isinstance(machine, dict):
         return "Zen 5"  # transcribed: 2 cores of 0.45 TFLOP/s in bf16 each
     kind, cpu = machine.get("kind", ""), machine.get("cpu", "")
@@ -181,8 +189,8 @@ def column_of(machine: Any) -> str:
     family, model = re.search(r"family (\d+) model (\d+)", cpu).groups() if "family" in cpu else ("", "")
     if cpu.startswith("AMD") and family == "26":
         return "Zen 5"
-    if cpu.startswith("AMD") and family == "25" and int(model) >= 16:
-        return "Zen 4"
+    if cpu.startswith("AMD") and family == "25":
+        return "Zen 4" if int(model) >= 16 else "Zen 3"
     return kind or cpu
 
 

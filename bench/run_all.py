@@ -77,7 +77,9 @@ def scripts() -> list[Path]:
 def has_quick_form(script: Path) -> bool:
     """Whether the script takes `--quick`."""
     text = script.read_text(encoding="utf-8")
-    return '"--quick"' in text or "parse_quick(" in text or "trl.parse_options(" in text
+    return (
+        any(part in text for part in ('"--quick"', "parse_quick(", "quick={")) or "trl.parse_options(" in text
+    )
 
 
 def needs_store(script: Path) -> bool:

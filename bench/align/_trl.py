@@ -38,7 +38,7 @@ from bench._run import parse, sized, smoke
 from bench._turns import Gate, Step, Turn, in_turn
 from bench.align import _workload as work
 
-from whorl.machine.device_probe import usable_cores
+from whorl.machine.device_probe import probe, usable_cores
 
 FOREVER = 10_000  # steps; the gate ends the run earlier
 KINDS = {"fp32": ("fp32",), "bf16": ("autocast", "bf16")}  # dtype of the comparison -> kinds of `Setting`
@@ -268,13 +268,17 @@ def parse_options(
 
     def arguments(options: argparse.ArgumentParser) -> None:
         options.add_argument("--quick", action="store_true")
-        options.add_argument("--kind", choices=tuple(KINDS), help="dtype of both sides; default: all")
+        options.add_argument(
+            "--kind", choices=tuple(KINDS), help="dtype of both sides; default: all; quick: the machine's"
+        )
         options.add_argument("--only", choices=("trl", "ours"))
         options.add_argument("--plain", action="store_true", help="TRL with the default allocator, too")
         options.add_argument("--rounds", type=int)
         add(options)
 
     given = parse(doc, arguments, smoke={"quick": True, "kind": "fp32", "rounds": 2, **smoke_sizes})
+    if given.quick:
+        given.kind = given.kind or ("bf16" if probe().dtype == "bfloat16" else "fp32")
     if smoke():
         given.only = given.only or "ours"
     if given.only != "ours" and importlib.util.find_spec("trl") is None:

@@ -33,13 +33,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized, smoke
 
 HELD_OUT = sized(100, 4)
+QUICK = "--quick" in sys.argv
 # Texts, epochs of SFT, steps of GRPO.
 SIZES = {
-    "calculator": sized((2_000, 3.0, 40), (16, 1.0, 1)),
-    "repair": sized((1_200, 3.0, 16), (16, 1.0, 1)),
+    "calculator": sized((300, 1.0, 4) if QUICK else (2_000, 3.0, 40), (16, 1.0, 1)),
+    "repair": sized((200, 1.0, 2) if QUICK else (1_200, 3.0, 16), (16, 1.0, 1)),
 }
 FOLLOWED = 0.75  # share of the attempts in the texts of `repair` that use the output
-COPIES = {"calculator": 0, "repair": sized(4_000, 16)}  # texts of the copying stage
+COPIES = {"calculator": 0, "repair": sized(400 if QUICK else 4_000, 16)}  # texts of the copying stage
 GROUPS, GROUP_SIZE = sized((8, 8), (2, 2))
 ARMS = ("without", "with")
 MARKERS = ["<|im_start|>", "<|im_end|>"]
@@ -244,7 +245,7 @@ def main() -> None:
         )
         parser.add_argument("--one", type=int, help="run a single seed and print its results as JSON")
 
-    given = parse(__doc__, arguments, smoke={"seeds": 1})
+    given = parse(__doc__, arguments, quick={"seeds": 1})
     if given.one is not None:
         print(json.dumps(pipeline(given.one, given.environment)))
         return
@@ -253,6 +254,7 @@ def main() -> None:
         if smoke():
             return pipeline(seed, given.environment)
         command = [sys.executable, __file__, "--one", str(seed), "--environment", given.environment]
+        command += ["--quick"] * QUICK
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         arms = "; ".join(f"{arm}: SFT {found[arm]['sft']:.0%}, GRPO {found[arm]['grpo']:.0%}" for arm in ARMS)
@@ -270,7 +272,7 @@ def main() -> None:
     claim(
         f"held-out tasks solved with the environment {given.environment}, worst of {len(found)} seeds",
         ours=worst, peer=best, peer_name="without, best seed", unit="accuracy", ratio=worst, bar=0.8,
-        ok=worst >= 0.8 and best <= 0.3 and exact, samples=found, variant=given.environment,
+        ok=worst >= 0.8 and best <= 0.3 and exact, samples=found, variant=given.environment, quick=QUICK,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ the first tokens must be equal.
 
 --peer NAME=PYTHON gives the interpreter of vllm, openvino, llama or hf; the default is this one. A peer that its interpreter
 cannot import is left out. Installation: docs/engine.md. --folder DIR keeps the peers' files. --quick: 14M, 8 rows, 32
-new tokens, one round.
+new tokens, one round, fp32 and int8.
 
 llama.cpp crashes on CPUs with AMX (ggml-org/llama.cpp issue 20824). There it must be built without it:
 CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON -DGGML_AMX_TILE=OFF".
@@ -240,6 +240,7 @@ def main() -> None:
     if given.quick:
         given.models, given.rounds = "14M", 1
         given.cells = given.cells if given.cells != ",".join(CELLS) else "8"
+        given.kinds = given.kinds if smoke() or given.kinds != ",".join(KINDS) else "fp32,int8"
     pythons = {"ours": sys.executable} | interpreters(given.peer, ENGINES, THREADS)
     if len(pythons) == 1 and not smoke():
         print("skipped: no peer is installed (--peer NAME=PYTHON)")

@@ -65,11 +65,12 @@ def main() -> None:
             p.add_argument("--rounds", type=int, default=5),
             p.add_argument("--store", default=None),
         ),
-        smoke={"d_model": 64, "layers": 4, "examples": 60, "tokens": 16, "rounds": 1},
+        smoke={"d_model": 64, "examples": 60, "tokens": 16},
+        quick={"d_model": 128, "layers": 4, "examples": 800, "tokens": 48, "rounds": 1},
     )
     text = RECIPE.format(
         d_model=given.d_model, layers=given.layers, heads=max(2, given.d_model // 64), hidden=3 * given.d_model,
-        examples=given.examples, epochs=sized(2, 1),
+        examples=given.examples, epochs=1 if given.quick else 2,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         recipe = parse_recipe(text, "drafts.toml")
@@ -104,7 +105,7 @@ def main() -> None:
     best = max(ratios.values())
     claim(
         "speculation by trained drafts, one row: tokens/s",
-        ours=best, peer=1.0, unit="x", ratio=best, bar=1.2, ok=best >= 1.2, samples=samples,
+        ours=best, peer=1.0, unit="x", ratio=best, bar=1.2, ok=best >= 1.2, samples=samples, quick=given.quick,
         peer_name="without speculation",
     )  # fmt: skip
 

@@ -23,9 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized
 from bench.plan._tiny_store import cache_folder, open_store
-from bench.plan.scaling_sweep import SilentCallback, token_set
+from bench.plan.scaling_sweep import SilentCallback, token_set, validation_bits
 
-from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
 from whorl.plan.cost import decoder_config, training_cost
 from whorl.plan.scaling_law import expected_bits_per_byte
@@ -52,28 +51,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 WIDTH, DEPTH, VOCABULARY, SEQ_LEN = sized((192, 3, 1024, 256), (64, 2, 512, 64))
 
 
-def job_of(tokens: Path, change: dict[str, Any], steps: int, replicas: int, dtype: str, device: str) -> Job:
+def job_of(tokens: Path, change: dict[str, Any], **base: Any) -> Job:
     """The planned shape with `change`: fields of a job; `model` holds arguments of `whorl_decoder`."""
     more = dict(change)
     model = decoder_config(WIDTH, DEPTH, VOCABULARY, **more.pop("model", {}))
-    base = {
-        "seq_len": SEQ_LEN,
-        "batch_size": 8,
-        "steps": steps,
-        "replicas": replicas,
-        "dtype": dtype,
-        "device": device,
-    }
-    return Job.model_validate(
-        {
-            "tokens": str(tokens),
-            "model": model,
-            "evaluations": 1,
-            "compile": sized(True, False),
-            **base,
-            **more,
-        }
-    )
+    fixed = {"tokens": str(tokens), "model": model, "seq_len": SEQ_LEN, "batch_size": 8, "evaluations": 1}
+    return Job.model_validate({**fixed, **base, **more})
 
 
 def main() -> None:
@@ -89,18 +72,24 @@ def main() -> None:
     only = ["rows of 512", "lr_ngram 0.1", "decay_ratio 0.98, to 0"]
     smoke = {"steps": 4, "replicas": 1, "only": only, "quick": True}
     a = parse(__doc__, arguments, smoke=smoke)
-    steps = a.steps or (40 if a.quick else 1800)
+    steps = a.steps or (30 if a.quick else 1800)
+    if a.quick:
+        a.only = a.only or only[:2]
     tokens = token_set(open_store(a.store), VOCABULARY, cache_folder(a.cache))
     split, machine = TokenSet(tokens).split("validation"), probe()
+    base = {
+        "steps": steps, "replicas": a.replicas, "dtype": machine.dtype, "device": machine.device, "compile": not a.quick
+    }  # fmt: skip
     names = [n for n in VARIANTS if n == "defaults" or not a.only or n in a.only]
     bits_by_variant: dict[str, list[float]] = {}
     cost: dict[str, float] = {}
     for name in names:
-        job = job_of(tokens, VARIANTS[name], steps, a.replicas, machine.dtype, machine.device)
-        cost[name] = min(time_steps(job, sized(1.0, 0.05)).step_seconds for _ in range(2))
+        job = job_of(tokens, VARIANTS[name], **base)
+        timed = (time_steps(job, sized(1.0, 0.05)).step_seconds for _ in range(1 if a.quick else 2))
+        cost[name] = min(timed)
     for seed in range(a.seeds):
         for name in names:
-            job = job_of(tokens, VARIANTS[name], steps, a.replicas, machine.dtype, machine.device)
+            job = job_of(tokens, VARIANTS[name], **base)
             with tempfile.TemporaryDirectory() as scratch:
                 model = pretrain(
                     job.model_copy(update={"seed": seed}),
@@ -108,8 +97,8 @@ def main() -> None:
                     SilentCallback(),
                     checkpoint_seconds=1e9,
                 )
-            nats = sum(document_nats(model.eval(), split.iter_documents(), 512))
-            bits_by_variant.setdefault(name, []).append(bits_per_byte(nats, split.n_bytes))
+            bits = validation_bits(model, tokens, 512, every=8 if a.quick else 1)
+            bits_by_variant.setdefault(name, []).append(bits)
             print(
                 f"{name:26} seed {seed}: {bits_by_variant[name][-1]:.4f}, {cost[name] * 1e3:.1f} ms a step",
                 flush=True,

@@ -1,7 +1,7 @@
 """The planned shape against four neighbours at equal wall-clock time.
 
     python bench/plan/shape_neighbors.py --store .whorl            # 5 runs of the whole budget
-    python bench/plan/shape_neighbors.py --store .whorl --quick    # 5 runs of 90 s
+    python bench/plan/shape_neighbors.py --store .whorl --quick    # 5 runs of 8 s, not compiled
 
 The store must hold a quickstart. The neighbours have half and double the vocabulary, and the next narrower and the next
 wider shape of the planner's ladder. All are timed first, as the planner times its choice, so that the machine is
@@ -35,14 +35,14 @@ def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--store", default=None)
         parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "whorl-sweep")
-        parser.add_argument("--quick", action="store_true")
-        parser.add_argument("--seconds", type=float, default=None)
+        parser.add_argument("--seconds", type=float, default=300.0)
 
-    a = parse(__doc__, arguments, smoke={"quick": True, "seconds": 1.0})
+    a = parse(__doc__, arguments, smoke={"seconds": 1.0}, quick={"seconds": 6.0})
     store, cache = open_store(a.store), cache_folder(a.cache)
     plan = json.loads(store.open("quickstart/plan").file("plan.json").read_text())
     job = Job.model_validate({**plan["job"], "tokens": "-"})
-    seconds = a.seconds or (90.0 if a.quick else 300.0)
+    if a.quick:
+        job = job.model_copy(update={"compile": False})
     width, depth, vocabulary = job.model.d_model, job.model.n_layers, job.model.vocab_size
     smaller = [*takewhile(lambda shape: shape != (width, depth), ladder())]
     larger = next(islice(ladder(), len(smaller) + 1, None))
@@ -56,15 +56,23 @@ def main() -> None:
     machine, steps, found = probe(), {}, {}
     for name, (w, d, v) in shapes.items():
         candidate = job.model_copy(update={"model": decoder_config(w, d, v), "dtype": machine.dtype})
-        timing = time_steps(candidate, sized(2.0, 0.05))
-        steps[name] = max(
-            2, int((seconds - timing.startup_seconds) / (timing.step_seconds * (1 + LOOP_OVERHEAD)))
-        )
+        timing = time_steps(candidate, sized(1.0 if a.quick else 2.0, 0.05))
+        startup = 0.0 if a.quick else timing.startup_seconds
+        steps[name] = max(2, int((a.seconds - startup) / (timing.step_seconds * (1 + LOOP_OVERHEAD))))
         steps[name] = sized(steps[name], 2)
         print(f"{name:22} {d} x {w}, {v:6,}: {timing.step_seconds * 1e3:5.1f} ms a step", flush=True)
     for name, (w, d, v) in shapes.items():
         tokens = token_set(store, v, cache)
-        found[name] = run(tokens, w, d, v, steps[name], replicas=job.replicas, compile=job.compile)
+        found[name] = run(
+            tokens,
+            w,
+            d,
+            v,
+            steps[name],
+            replicas=job.replicas,
+            compile=job.compile,
+            every=8 if a.quick else 1,
+        )
         print(
             f"{name:22} {steps[name]:6,} steps, {found[name]['seconds']:5.0f} s, {found[name]['bits_per_byte']:.4f}",
             flush=True,

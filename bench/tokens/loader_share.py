@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim, parse, sized, smoke
+from bench._run import claim, parse, sized
 from bench.plan._tiny_store import open_store
 from bench.plan.scaling_sweep import SilentCallback
 
@@ -41,12 +41,12 @@ def main() -> None:
         parser.add_argument("--store", default=None)
         parser.add_argument("--steps", type=int, default=200)
 
-    a = parse(__doc__, arguments, smoke={"steps": 6})
+    a = parse(__doc__, arguments, smoke={"steps": 6}, quick={"steps": 40})
     store = open_store(a.store)
     plan = json.loads(store.open("quickstart/plan").file("plan.json").read_text())
     job = Job.model_validate({**plan["job"], "tokens": str(store.open("quickstart/tokens").path)})
-    if smoke():
-        job = job.model_copy(update={"evaluations": 1})
+    if a.quick:
+        job = job.model_copy(update={"evaluations": 1, "compile": False})
     corpus = Corpus(store.open("quickstart/ingest").path, store.open("quickstart/curate").path)
     with tempfile.TemporaryDirectory() as folder:
         jsonl = Path(folder) / "train.jsonl"
@@ -61,7 +61,7 @@ def main() -> None:
             percent = 100 * sum(settled) / len(settled)
             claim(
                 f"share of a step spent waiting for data, {name}", ours=percent, peer=1.0, peer_name="bar", unit="%",
-                ratio=percent, bar=1.0, ok=percent < 1.0, variant="" if name == "ready shards" else "raw",
+                ratio=percent, bar=1.0, ok=percent < 1.0, quick=a.quick, variant="" if name == "ready shards" else "raw",
                 samples=[round(s, 5) for s in settled[:20]],
             )  # fmt: skip
 

@@ -41,7 +41,7 @@ from whorl.tokens.stream import StreamBatches, StreamConfig, StreamProducer, blo
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import numpy_rng
 
-LENGTH, ROWS, ROUNDS = sized(256, 64), 8, sized(3, 1)
+LENGTH, ROWS = sized(256, 64), 8
 
 
 class Lines(torch.utils.data.IterableDataset[str]):
@@ -177,8 +177,9 @@ def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--store", default=None)
         parser.add_argument("--seconds", type=float, default=6.0)
+        parser.add_argument("--rounds", type=int, default=3)
 
-    a = parse(__doc__, arguments, smoke={"seconds": 0.1})
+    a = parse(__doc__, arguments, smoke={"seconds": 0.1}, quick={"seconds": 2.0, "rounds": 1})
     torch.set_num_threads(1)
     store = open_store(a.store)
     corpus = Corpus(store.open("quickstart/ingest").path, store.open("quickstart/curate").path)
@@ -189,7 +190,7 @@ def main() -> None:
         jsonl.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
         config = StreamConfig(vocabulary, [Source([str(jsonl)])], LENGTH)
         pairs = []
-        for _ in range(ROUNDS):
+        for _ in range(a.rounds):
             ours = our_tokens_per_second(config, a.seconds)
             peer = peer_tokens_per_second(jsonl, vocabulary / "tokenizer.json", a.seconds)
             pairs.append((ours, peer))
@@ -197,11 +198,11 @@ def main() -> None:
                 f"from raw text: ours {pairs[-1][0]:,.0f} tokens/s, DataLoader {pairs[-1][1]:,.0f}",
                 flush=True,
             )
-        ours, peer = sorted(pairs, key=lambda p: p[0] / p[1])[ROUNDS // 2]
+        ours, peer = sorted(pairs, key=lambda p: p[0] / p[1])[a.rounds // 2]
         claim(
             "raw text to batches", ours=round(ours), peer=round(peer),
             peer_name="torch DataLoader, 2 workers", unit="tokens/s",
-            ratio=ours / peer, bar=3.0, ok=ours / peer >= 3, samples=[[round(x) for x in p] for p in pairs],
+            ratio=ours / peer, bar=3.0, ok=ours / peer >= 3, quick=a.quick, samples=[[round(x) for x in p] for p in pairs],
         )  # fmt: skip
         with ProcessPoolExecutor(2) as pool:
             list(pool.map(encode, [vocabulary] * 2, [texts[:20]] * 2))
@@ -210,7 +211,7 @@ def main() -> None:
         claim(
             "raw text to batches, against the encoder alone", ours=round(ours), peer=round(bare),
             peer_name="encoder in 2 processes", variant="encoder",
-            unit="tokens/s", ratio=ours / bare, bar=0.8, ok=ours / bare >= 0.8,
+            unit="tokens/s", ratio=ours / bare, bar=0.8, ok=ours / bare >= 0.8, quick=a.quick,
         )  # fmt: skip
         for size in (1 << 17, 1 << 14):
             found = randomness(replace(config, block_bytes=size))
@@ -220,12 +221,13 @@ def main() -> None:
                 f"{found['blocks']:.2f} of a full shuffle's. Neighbours on disk are {apart:.0f} documents apart "
                 f"(full shuffle: {full:.0f})"
             )
-    both = [shards(tokens, a.seconds / 2) for _ in range(ROUNDS)]
-    ours, peer = sorted(both, key=lambda p: p[0] / p[1])[ROUNDS // 2]
+    both = [shards(tokens, a.seconds / 2) for _ in range(a.rounds)]
+    ours, peer = sorted(both, key=lambda p: p[0] / p[1])[a.rounds // 2]
     claim(
         "ready shards to batches", ours=round(ours), peer=round(peer),
         peer_name="map-style dataset, 2 workers", variant="shards",
-        unit="tokens/s", ratio=ours / peer, bar=10.0, ok=ours / peer >= 10, samples=[[round(x) for x in p] for p in both],
+        unit="tokens/s", ratio=ours / peer, bar=10.0, ok=ours / peer >= 10, quick=a.quick,
+        samples=[[round(x) for x in p] for p in both],
     )  # fmt: skip
 
 

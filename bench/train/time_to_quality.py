@@ -53,10 +53,10 @@ def measured(model: Any, tokens: Path, length: int) -> float:
 
 
 class Peer:
-    """The plain GPT over one token set."""
+    """The plain GPT over one token set. compiled: whether its steps may be compiled; the fastest setting runs."""
 
-    def __init__(self, job: Job, tokens: Path, setting: Setting | None = None) -> None:
-        self.job, self.tokens = job, tokens
+    def __init__(self, job: Job, tokens: Path, setting: Setting | None, compiled: tuple[bool, ...]) -> None:
+        self.job, self.tokens, self.compiled = job, tokens, compiled
         split = TokenSet(tokens).split("train")
         self.stream = np.concatenate([np.asarray(ids) for ids in split.iter_documents()])
         self.setting, self.step_seconds = (setting, 0.1) if setting is not None else self._fastest()
@@ -71,7 +71,7 @@ class Peer:
     def _fastest(self) -> tuple[Setting, float]:
         found = {}
         for kind in KINDS[: sized(2, 1)]:  # pure bf16 trains worse: it loses updates below 1/256 of a weight
-            for compiled in sized((False, True), (False,)):
+            for compiled in self.compiled:
                 setting = Setting(kind, compiled)
                 found[setting] = seconds_per_step(
                     self._training(setting),
@@ -102,11 +102,9 @@ def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--store", default=None)
         parser.add_argument("--seconds", type=float, default=600.0, help="of the peer")
-        parser.add_argument("--quick", action="store_true")
 
-    a = parse(__doc__, arguments, smoke={"quick": True})
-    if a.quick:
-        a.seconds = sized(60.0, 1.0)
+    a = parse(__doc__, arguments, smoke={"seconds": 1.0}, quick={"seconds": 30.0})
+    vocabularies, rates = (VOCABULARIES[:1], RATES[1:2] or RATES) if a.quick else (VOCABULARIES, RATES)
     machine = probe()
     machine.apply()
     store, cache = open_store(a.store), cache_folder(Path(tempfile.mkdtemp()))
@@ -130,14 +128,15 @@ def main() -> None:
     job, _ = planned(a.seconds)
     peers: dict[int, Peer] = {}
     setting: Setting | None = None
-    for vocabulary in VOCABULARIES:
+    for vocabulary in vocabularies:
         shape = job.model.model_copy(update={"vocab_size": vocabulary})
         tokens = token_set(store, vocabulary, cache)
-        peers[vocabulary] = Peer(job.model_copy(update={"model": shape}), tokens, setting)
+        compiled = (False,) if a.quick else (False, True)
+        peers[vocabulary] = Peer(job.model_copy(update={"model": shape}), tokens, setting, compiled)
         setting = peers[vocabulary].setting
     trials = []
     for vocabulary, peer in peers.items():
-        for rate in RATES:
+        for rate in rates:
             trials.append({"vocabulary": vocabulary, **peer.run(rate, a.seconds / 20, seed=100)})
             print(f"trial: {trials[-1]}", flush=True)
     best = min(trials, key=lambda t: t["bits_per_byte"] if math.isfinite(t["bits_per_byte"]) else 1e9)

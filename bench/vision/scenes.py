@@ -2,6 +2,7 @@
 
     python bench/vision/scenes.py                # 3 seeds, minutes each
     python bench/vision/scenes.py --seeds 1
+    python bench/vision/scenes.py --quick        # one seed, few steps
 
 112 captions differ in colours, shapes, order and relation; 20 of them occur in no training image. Two figures are measured,
 on new images of trained captions and on images of the 20 new captions. One is the recall@1 of CLIP among all 112 captions,
@@ -29,6 +30,13 @@ SMALL = [
     "sft.data.epochs=1",
     "captioner.steps=3",
 ]
+QUICK = [
+    "images.train_scenes=2000",
+    "images.test_scenes=200",
+    "clip.steps=200",
+    "sft.data.epochs=4",
+    "captioner.steps=100",
+]
 # (step, its figure) -> (name, bar)
 BARS = {
     ("clip", "held-out images"): ("recall", 0.95),
@@ -43,16 +51,17 @@ def main() -> None:
         __doc__,
         lambda p: (
             p.add_argument("--seeds", type=int, default=3),
-            p.add_argument("--quick", action="store_true", help="one seed"),
+            p.add_argument("--quick", action="store_true", help="one seed, a seventh of the steps"),
         ),
         smoke={"seeds": 1},
     )
     a.seeds = 1 if a.quick else a.seeds
+    sets = sized(QUICK if a.quick else [], SMALL)
     found: dict[tuple[str, str], list[float]] = {}
     for seed in range(a.seeds):
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            made = run_seed("caption-scenes", seed, Path(folder), sized([], SMALL), "captioner")
+            made = run_seed("caption-scenes", seed, Path(folder), sets, "captioner")
         for step in ("clip", "captioner"):
             for name, value in made[step].summary["eval"]["after"].items():
                 found.setdefault((step, name.split(", ")[-1]), []).append(value)

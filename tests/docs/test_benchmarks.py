@@ -60,6 +60,7 @@ def test_falls_are_normalized(last: dict[str, Any], now: dict[str, Any], lines: 
         ({"cpu": "Intel(R) Xeon(R) family 6 model 143", "kind": "intel-6-143-amx"}, "AMX"),
         ({"cpu": "AMD EPYC family 26 model 2"}, "Zen 5"),
         ({"cpu": "AMD EPYC family 25 model 17", "kind": "amd-25-17"}, "Zen 4"),
+        ({"cpu": "AMD EPYC family 25 model 1", "kind": "amd-25-1"}, "Zen 3"),
         ({"cpu": "AMD EPYC family 25 model 1", "kind": "amd-25-1"}, "amd-25-1"),  # Zen 3
         ({"cpu": "X", "kind": "nvidia-h100", "gpu": "NVIDIA H100"}, "GPU"),
         (None, "Zen 5"),

@@ -125,6 +125,11 @@ def test_errors_come_before_the_work(home: Path) -> None:
     words = ("eval", "run/first", "--task", "quiz.toml", "--out", "early")
     assert "no artifact 'run/thrid'" in refuse(home, *words, "--against", "run/thrid", code=1)
     assert "--against-name" in refuse(home, *words, "--against", "http://127.0.0.1:1/v1")
+    with Store(home / ".whorl").build(
+        kind="selection", name="run/curate", parents={}, config={}, version=1
+    ) as build:
+        (build.path / "empty").touch()
+    assert "run/curate is of the kind selection" in refuse(home, *words, "--against", "run/curate")
     assert not (home / "early").exists()
     for out in ("quiz.toml", "quiz.toml/inside"):
         assert "quiz.toml is a file, so no results" in refuse(home, *words[:-1], out)

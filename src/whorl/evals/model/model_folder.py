@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import ConfigError
-from whorl.store import Store
+from whorl.store import Artifact, Store
 from whorl.store.address import canonical_json, file_sha256
 
 FOLDER_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".bin")
@@ -41,13 +41,7 @@ class ModelFolder:
         folder = Path(ref).expanduser()
         if (folder / "config.json").is_file():
             return cls(folder, folder.resolve().name, hash_folder(folder))
-        artifact = Store(store).open(str(ref))
-        if artifact.kind != "model":
-            raise ConfigError(
-                f"{artifact.name} is of the kind {artifact.kind}",
-                expected="a model",
-                do="list artifacts with `whorl ls`",
-            )
+        artifact = find_model(ref, store)
         artifact.check()
         return cls(artifact.path, artifact.name, artifact.address)
 
@@ -56,6 +50,22 @@ class ModelFolder:
         config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
         lengths = (config.get(field) for field in LENGTH_FIELDS)
         return next((n for n in lengths if isinstance(n, int)), None)
+
+
+def find_model(ref: str | Path, store: str | None = None) -> Artifact:
+    """Find a model in the store, without a check of its files.
+
+    Raises:
+        StoreError: no such artifact. ConfigError: it is not a model.
+    """
+    artifact = Store(store).open(str(ref))
+    if artifact.kind != "model":
+        raise ConfigError(
+            f"{artifact.name} is of the kind {artifact.kind}",
+            expected="a model",
+            do="list artifacts with `whorl ls`",
+        )
+    return artifact
 
 
 def hash_folder(folder: Path) -> str:

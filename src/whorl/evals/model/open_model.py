@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whorl.errors import ConfigError
+from whorl.evals.model.model_folder import find_model
 from whorl.evals.model.requests import ModelBackend
 from whorl.evals.system.config import SystemConfig, read_system
 from whorl.registry import Registry
-from whorl.store import Store
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 DEFAULT_CONCURRENCY = 16
@@ -74,7 +74,7 @@ def check_model(ref: str, options: ModelOptions) -> None:
     elif is_url(ref):
         _check_named(ref, options)
     elif not (Path(ref).expanduser() / "config.json").is_file():
-        Store(options.store).open(ref)
+        find_model(ref, options.store)
 
 
 def _of_system(options: ModelOptions, system: SystemConfig) -> ModelOptions:
