@@ -29,10 +29,10 @@ Every figure that the README and the docs quote for speed, with the script that 
 `python bench/report.py` from the JSON lines in `bench/results/`. Ours and the peer are measured in the same run, each at its
 best settings. A cell has ours / the peer: **the ratio** that is compared with the bar, and the date; a missed bar is marked.
 
-There is a column for each kind of machine: two cores of an Intel Xeon with AMX, of AMD Zen 5, of Zen 4 and of Zen 3
-(AVX2 alone: no AVX-512 and no bf16), and a GPU; "-"
-where the figure was not measured. "Transcribed" figures are of November 2026, before JSON lines were kept, on two AMD cores
-of 0.45 TFLOP/s in bf16 each, which is the rate of Zen 5. "Quick" figures are those of a shortened run.
+There is a column for each kind of machine: two cores of an Intel Xeon with AMX, of AMD Zen 5, of Zen 4 and of Zen 3, and a
+GPU. Zen 3 has AVX2, but neither AVX-512 nor products of bf16. "-": the figure was not measured. "Transcribed" figures are of
+November 2026, before JSON lines were kept, on two AMD cores of 0.45 TFLOP/s in bf16 each, which is the rate of Zen 5.
+"Quick" figures are those of a shortened run.
 
 Run one bench with `python bench/ROOM/CLAIM.py`, all of them at small sizes with `python bench/run_all.py --smoke`. `python
 bench/run_all.py --quick` runs the quick forms within an hour and prints what fell by more than 5 % on this kind of machine.

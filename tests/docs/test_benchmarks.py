@@ -61,7 +61,6 @@ def test_falls_are_normalized(last: dict[str, Any], now: dict[str, Any], lines: 
         ({"cpu": "AMD EPYC family 26 model 2"}, "Zen 5"),
         ({"cpu": "AMD EPYC family 25 model 17", "kind": "amd-25-17"}, "Zen 4"),
         ({"cpu": "AMD EPYC family 25 model 1", "kind": "amd-25-1"}, "Zen 3"),
-        ({"cpu": "AMD EPYC family 25 model 1", "kind": "amd-25-1"}, "amd-25-1"),  # Zen 3
         ({"cpu": "X", "kind": "nvidia-h100", "gpu": "NVIDIA H100"}, "GPU"),
         (None, "Zen 5"),
     ],
