@@ -4,8 +4,8 @@
     CXX                the compiler; default: the first of g++, c++ and clang++ found
 
 A shipped binary would target the oldest CPU or need a build for each. A source of 1,400 lines compiles with `-march=native`
-in a few seconds. Libraries are kept in `$XDG_CACHE_HOME/whorl/native` (`~/.cache` by default). The file name is the hash of
-sources, flags, compiler version and CPU, so machines that share a home folder do not collide.
+in seconds to half a minute. Libraries are kept in `$XDG_CACHE_HOME/whorl/native` (`~/.cache` by default). The file name is
+the hash of sources, flags, compiler version and CPU, so machines that share a home folder do not collide.
 
 The flags of a CPU may list instructions that it, its hypervisor or its emulator refuses. So a new library is tried first
 in a child process, which calls its `whorl_try` if it has one. If a signal ends the child, the next flags are taken, with a
