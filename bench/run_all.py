@@ -77,9 +77,7 @@ def scripts() -> list[Path]:
 def has_quick_form(script: Path) -> bool:
     """Whether the script takes `--quick`."""
     text = script.read_text(encoding="utf-8")
-    return (
-        any(part in text for part in ('"--quick"', "parse_quick(", "quick={")) or "trl.parse_options(" in text
-    )
+    return any(part in text for part in ('"--quick"', "parse_quick(", "quick={", "trl.parse_options("))
 
 
 def needs_store(script: Path) -> bool:

@@ -1,7 +1,7 @@
 """The planned shape against four neighbours at equal wall-clock time.
 
     python bench/plan/shape_neighbors.py --store .whorl            # 5 runs of the whole budget
-    python bench/plan/shape_neighbors.py --store .whorl --quick    # 5 runs of 8 s, not compiled
+    python bench/plan/shape_neighbors.py --store .whorl --quick    # 5 runs of 6 s, not compiled
 
 The store must hold a quickstart. The neighbours have half and double the vocabulary, and the next narrower and the next
 wider shape of the planner's ladder. All are timed first, as the planner times its choice, so that the machine is
