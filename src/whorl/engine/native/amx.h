@@ -79,11 +79,15 @@ INLINE void add_products(Tiles& tiles) {
 
 // int4 codes of a block -> int8 [padded k / 4][64][4].
 INLINE void unpack_codes(const Matrix& w, const char* from, char* to) {
+    typedef uint8_t Bytes __attribute__((vector_size(64)));
     const int64_t half = w.group / 2 * BLOCK, n_groups = groups(w);  // half: bytes
     for (int64_t g = 0; g < n_groups; g++, to += 2 * half)
-        for (int64_t i = 0; i < half; i++, from++) {
-            to[i] = char((*from & 15) - 8);
-            to[half + i] = char((uint8_t(*from) >> 4) - 8);
+        for (int64_t i = 0; i < half; i += 64, from += 64) {
+            Bytes pairs;
+            memcpy(&pairs, from, 64);
+            const Bytes low = (pairs & 15) - 8, high = (pairs >> 4) - 8;
+            memcpy(to + i, &low, 64);
+            memcpy(to + half + i, &high, 64);
         }
 }
 

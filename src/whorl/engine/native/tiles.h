@@ -113,9 +113,10 @@ INLINE Ints dot4_small(Ints sum, Ints u, Ints s) {
 
 // The same of activations and weights in int8, above -128: |w| times x with the sign of w.
 INLINE Ints dot4_int8(Ints sum, Ints x, Ints w) {
-    const auto each = [&](auto work) __attribute__((always_inline)) { return by_parts<Ints>(work); };
-    const Ints size = each([&](int i) __attribute__((always_inline)) { return (Ints::Register)_mm256_abs_epi8((__m256i)w.part[i]); });
-    const Ints signed_x = each([&](int i) __attribute__((always_inline)) {
+    const Ints size = by_parts<Ints>([&](int i) __attribute__((always_inline)) {
+        return (Ints::Register)_mm256_abs_epi8((__m256i)w.part[i]);
+    });
+    const Ints signed_x = by_parts<Ints>([&](int i) __attribute__((always_inline)) {
         return (Ints::Register)_mm256_sign_epi8((__m256i)x.part[i], (__m256i)w.part[i]);
     });
     return dot4_small(sum, size, signed_x);
