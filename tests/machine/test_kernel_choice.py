@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from whorl.errors import ConfigError
-from whorl.machine import kernel_choice
+from whorl.machine import kernel_choice, native_build
 from whorl.machine.choices import recorded_choices
 from whorl.machine.forced_choices import FORCE, force_choices, forced_choices, refuse_forced
 from whorl.machine.kernel_choice import TimedChoice, fastest, timed_choice
@@ -235,3 +235,12 @@ def test_forced_choice_without_candidates_is_refused() -> None:
             ConfigError, match=r"'native, vectors, 2 threads' is impossible here: no compiler(.|\n)*torch"
         ):
             refuse_forced(["mlp", "engine_step"], "no compiler", allowed="torch")
+
+
+def test_choices_are_kept_for_one_version_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "measured_machine", lambda: (None, "m-0"))
+    files = []
+    for code in ("a", "b"):
+        monkeypatch.setattr(native_build, "sources_hash", lambda code=code: code)
+        files.append(kernel_choice.choices_file().name)
+    assert files == ["kernels-m-0-a.json", "kernels-m-0-b.json"]
