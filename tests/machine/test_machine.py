@@ -230,3 +230,18 @@ def test_large_tensors_are_in_huge_pages_unless_disabled(
         monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", setting)
     done = subprocess.run([sys.executable, "-c", HUGE], capture_output=True, text=True, check=True)
     assert (int(done.stdout) > 0) == expected
+
+
+@pytest.mark.parametrize(("row_seconds", "rows"), [(1e-9, [16, 2048]), (1e-3, [16])])
+def test_an_emulated_type_is_timed_on_a_few_rows(
+    row_seconds: float, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def seconds(work: Any, device: str, limit: float = 0.03) -> float:
+        seen.append(len(work()))
+        return row_seconds * seen[-1]
+
+    monkeypatch.setattr(products, "best_seconds", seconds)
+    assert products.matmul_flops((2048, 8, 4), "bfloat16", "cpu") == pytest.approx(2 * 8 * 4 / row_seconds)
+    assert seen == rows

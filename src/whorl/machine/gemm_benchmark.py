@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # rows x inner x outer: a small model's projection and MLP, a medium one, and a large product for the peak.
 SHAPES = ((2048, 128, 512), (2048, 384, 1536), (768, 1024, 1024))
 SECONDS_PER_TIMING = 0.03
+SLICE_ROWS = 16  # of a product whose type the CPU may emulate, at 1 GFLOP/s in place of 100
 
 
 def gpu_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
@@ -59,7 +60,10 @@ def available_core_fraction(cores: int) -> float:
 
 
 def matmul_flops(shape: tuple[int, int, int], kind: str, device: str) -> float:
-    """Return FLOP/s of one matrix product, from the fastest repetition."""
+    """Return FLOP/s of one matrix product, from the fastest repetition.
+
+    A CPU without instructions for `kind` takes seconds for a product. Then the rate is that of a few rows.
+    """
     import torch
 
     rows, inner, outer = shape
@@ -70,6 +74,10 @@ def matmul_flops(shape: tuple[int, int, int], kind: str, device: str) -> float:
     with torch.no_grad():
         if kind == "float8" and not bool(((work() - inner).abs() < 0.01 * inner).all()):
             raise ArithmeticError("a float8 product of ones has a wrong result")
+        if device == "cpu" and kind != "float32":
+            seconds = best_seconds(lambda: a[:SLICE_ROWS] @ b, device, limit=0.0) / SLICE_ROWS
+            if seconds * rows > 4 * SECONDS_PER_TIMING:
+                return 2.0 * inner * outer / seconds
         return 2.0 * rows * inner * outer / best_seconds(work, device)
 
 
@@ -94,8 +102,8 @@ def copy_bandwidth(device: str, n_bytes: int) -> float:
     return 2.0 * n_bytes / best_seconds(lambda: target.copy_(source), device)
 
 
-def best_seconds(work: Any, device: str) -> float:
-    """Seconds of the fastest repetition in about SECONDS_PER_TIMING (the cold first one only if it is the only one)."""
+def best_seconds(work: Any, device: str, limit: float = SECONDS_PER_TIMING) -> float:
+    """Seconds of the fastest repetition in about `limit`, and of three (the cold first one only if it is the only one)."""
     import torch
 
     if device == "cuda":  # the first product of a process initialises the libraries
@@ -103,7 +111,7 @@ def best_seconds(work: Any, device: str) -> float:
         torch.cuda.synchronize()
     best, start = math.inf, time.perf_counter()
     repetitions = 0
-    while repetitions < 3 or time.perf_counter() - start < SECONDS_PER_TIMING:
+    while repetitions < 3 or time.perf_counter() - start < limit:
         began = time.perf_counter()
         work()
         if device == "cuda":
