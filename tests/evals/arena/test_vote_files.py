@@ -16,7 +16,12 @@ from whorl.align.data.formats import to_preference
 from whorl.errors import ConfigError, DataError
 from whorl.evals.arena.arena_log import ArenaLog, Battle, BattleTurn
 from whorl.evals.arena.battles import CHOICES
-from whorl.evals.arena.contestants import open_contestants, parse_contestant, read_prompts
+from whorl.evals.arena.contestants import (
+    open_contestant,
+    open_contestants,
+    parse_contestant,
+    read_prompts,
+)
 from whorl.evals.arena.vote_files import (
     load_votes,
     parse_votes,
@@ -109,6 +114,10 @@ def test_contestants_have_names_and_share_back_ends() -> None:
             open_contestants([f"{fake.url}#fake"] * 2)
         with pytest.raises(ConfigError, match="an arena of 1 models"):
             open_contestants([f"{fake.url}#fake"])
+        judge, backend = open_contestant(f"{fake.url}#fake", timeout=7.0)
+        assert judge == "fake" and backend.client.timeout == 7.0  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match="the timeout is -1"):
+            open_contestant(f"{fake.url}#fake", timeout=-1.0)
 
 
 def test_prompts_are_lines_or_fields(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from whorl.plan.cost import decoder_config
 from whorl.train.config import OptimConfig
 from whorl.train.profiling import product_table
 from whorl.train.profiling.decoding_step import bound_seconds, decoding_steps, step_costs
-from whorl.train.profiling.product_table import ProductTimes, format_products, total
+from whorl.train.profiling.product_table import ProductTimes, format_products, measure_bounds, total
 from whorl.train.profiling.products import Bounds, muon_batches, training_products
 from whorl.train.profiling.profiler import Profile
 from whorl.train.profiling.step_parts import format_step, training_step
@@ -269,3 +269,13 @@ def test_training_step_names_parts_choices_and_the_rest() -> None:
     )
     assert parts["smaller parts"].seconds == 0.004 and table.accounted == pytest.approx(0.904)
     assert re.search(r"\nrest +96,000 +9\.6%\n", format_step(table))
+
+
+def test_bound_of_a_type_is_at_least_that_of_the_wider_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"float32": 80e9, "bfloat16": 1e9}
+    monkeypatch.setattr(product_table, "measure_peaks", lambda device: (dict(rates), 1e10))
+    monkeypatch.setattr(product_table, "copy_bandwidth", lambda device, size: 1e10)
+    monkeypatch.setattr(product_table, "_int8_rate", lambda: 0.0)
+    assert measure_bounds(1).flops == {"float32": 80e9, "bfloat16": 80e9, "int8": 80e9}
+    rates["bfloat16"] = 400e9
+    assert measure_bounds(1).flops == {"float32": 80e9, "bfloat16": 400e9, "int8": 400e9}

@@ -44,6 +44,12 @@ Complete = Annotated[
     bool, typer.Option("--complete", help="Prompts are texts to continue, without a chat template.")
 ]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        help="With a URL: seconds without a byte before an attempt is given up. It is retried 4 times."
+    ),
+]
 Length = Annotated[bool, typer.Option("--length", help="Ratings at equal length of the answers.")]
 ByVoter = Annotated[
     bool | None,
@@ -75,6 +81,7 @@ def serve(
     seed: SeedOption = None,
     no_auth: Annotated[bool, typer.Option("--no-auth", help="No keys, even on a public address.")] = False,
     dtype: Dtype = "float32",
+    timeout: Timeout = 60.0,
     store: StoreOption = None,
 ) -> None:
     """Serve a page on which people vote between the answers of two unnamed models.
@@ -107,7 +114,7 @@ def serve(
     listening = bind_socket(server)  # before models are loaded
     drawn = [] if prompts is None else read_prompts(prompts, field)
     settings = AnswerSettings(max_tokens, temperature, 1.0, system, complete)
-    arena = _open(models, votes, settings, sampling, seed, dtype, store)
+    arena = _open(models, votes, settings, sampling, seed, dtype, timeout, store)
 
     def ready(url: str) -> None:
         print(f"{len(arena.names)} models, {arena.log.n_votes():,} votes in {votes}", file=sys.stderr)
@@ -135,6 +142,7 @@ def judge(
     complete: Complete = False,
     seed: SeedOption = None,
     dtype: Dtype = "float32",
+    timeout: Timeout = 60.0,
     store: StoreOption = None,
 ) -> None:
     """Run battles over prompts with a model as judge, and print the ratings.
@@ -152,8 +160,8 @@ def judge(
 
     drawn = read_prompts(prompts, field)
     settings = AnswerSettings(max_tokens, temperature, 1.0, system, complete)
-    arena = _open(models, votes, settings, sampling, seed, dtype, store)
-    name, backend = open_contestant(by, dtype=dtype, store=store)
+    arena = _open(models, votes, settings, sampling, seed, dtype, timeout, store)
+    name, backend = open_contestant(by, dtype=dtype, store=store, timeout=timeout)
     decide = BackendJudge(backend)
     with arena.log:
         with Progress(sys.stderr).task("Battles", battles, "battles") as bar:
@@ -232,7 +240,7 @@ def export(
 
 def _open(
     models: list[str], votes: Path, settings: AnswerSettings, sampling: Any, seed: int | None, dtype: str,
-    store: str | None,
+    timeout: float, store: str | None,
 ) -> ModelArena:  # fmt: skip
     import numpy as np
 
@@ -240,7 +248,7 @@ def _open(
     from whorl.evals.arena.arena_log import ArenaLog
     from whorl.evals.arena.contestants import open_contestants
 
-    opened = open_contestants(models, dtype=dtype, store=store)
+    opened = open_contestants(models, dtype=dtype, store=store, timeout=timeout)
     return ModelArena(opened, ArenaLog(votes), np.random.default_rng(seed), settings, sampling=sampling)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from whorl.data.files import format_suffix
 from whorl.errors import ConfigError, DataError, shorten
-from whorl.evals.model.open_model import ModelOptions, is_url, open_backend
+from whorl.evals.model.open_model import DEFAULT_TIMEOUT, ModelOptions, is_url, open_backend
 from whorl.evals.model.requests import ModelBackend
 from whorl.evals.tasks.records import read_records
 
@@ -41,22 +41,27 @@ def parse_contestant(text: str, options: ModelOptions) -> tuple[str, str, ModelO
 
 
 def open_contestant(
-    text: str, *, dtype: str = "float32", store: str | None = None
+    text: str, *, dtype: str = "float32", store: str | None = None, timeout: float = DEFAULT_TIMEOUT
 ) -> tuple[str, ModelBackend]:
     """Return name and back end of one model. Raises: as `parse_contestant` and `open_backend`."""
-    name, ref, options = parse_contestant(text, ModelOptions(dtype=dtype, batch_size=BATCH_SIZE, store=store))
+    options = ModelOptions(dtype=dtype, batch_size=BATCH_SIZE, store=store, timeout=timeout)
+    name, ref, options = parse_contestant(text, options)
     return name, open_backend(ref, options)
 
 
 def open_contestants(
-    texts: Sequence[str], *, dtype: str = "float32", store: str | None = None
+    texts: Sequence[str],
+    *,
+    dtype: str = "float32",
+    store: str | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> dict[str, ModelBackend]:
     """Return name -> back end. Equal references share one.
 
     Raises:
         ConfigError: fewer than two models, or two of one name. StoreError, CheckpointError: as `open_backend`.
     """
-    options = ModelOptions(dtype=dtype, batch_size=BATCH_SIZE, store=store)
+    options = ModelOptions(dtype=dtype, batch_size=BATCH_SIZE, store=store, timeout=timeout)
     parsed = [parse_contestant(text, options) for text in texts]
     names = [name for name, _, _ in parsed]
     twice = sorted({name for name in names if names.count(name) > 1})
