@@ -74,6 +74,20 @@ def smoke() -> bool:
     return os.environ.get(SMOKE) == "1" or "--smoke" in sys.argv
 
 
+def emulates_bf16() -> bool:
+    """Whether this CPU has no fast bf16 products, so that a peer's settings in bf16 need minutes and cannot be its best."""
+    from whorl.machine.device_probe import probe
+
+    flops = probe().flops
+    found = flops["bfloat16"] < 0.1 * flops["float32"]
+    if found:
+        print(
+            "bf16 products run at less than a tenth of fp32's rate here: peers are timed in fp32 alone",
+            flush=True,
+        )
+    return found
+
+
 def skip(reason: str) -> NoReturn:
     """Exit as skipped: one line with what is missing and how to get it."""
     print(f"skipped: {reason}")

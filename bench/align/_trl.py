@@ -34,7 +34,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
-from bench._run import parse, sized, smoke
+from bench._run import emulates_bf16, parse, sized, smoke
 from bench._turns import Gate, Step, Turn, in_turn
 from bench.align import _workload as work
 
@@ -279,6 +279,8 @@ def parse_options(
     given = parse(doc, arguments, smoke={"quick": True, "kind": "fp32", "rounds": 2, **smoke_sizes})
     if given.quick:
         given.kind = given.kind or ("bf16" if probe().dtype == "bfloat16" else "fp32")
+    if given.kind is None and emulates_bf16():
+        given.kind = "fp32"
     if smoke():
         given.only = given.only or "ours"
     if given.only != "ours" and importlib.util.find_spec("trl") is None:

@@ -25,7 +25,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as in `whorl run`
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim, parse, sized, smoke
+from bench._run import claim, emulates_bf16, parse, sized, smoke
 from bench.train._plain_gpt import KINDS as ALL_KINDS
 from bench.train._plain_gpt import PlainGPT, Setting, Training, heads_of, seconds_per_step
 
@@ -157,7 +157,8 @@ def main() -> None:
     peers = {}
     if a.quick:
         a.seconds, a.rounds = min(a.seconds, 2.0), 1
-    for kind in [k for k in KINDS if not a.quick or k != "fp32"] or KINDS:
+    kinds = KINDS[:1] if emulates_bf16() else [k for k in KINDS if not a.quick or k != "fp32"] or KINDS
+    for kind in kinds:
         for compiled in sized((True,) if a.quick else (False, True), (False,)):
             for who, peer in (("Llama", llama), ("plain GPT", plain)):
                 name = f"{who}, {Setting(kind, compiled)}"
