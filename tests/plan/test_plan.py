@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from whorl.errors import BudgetError
+from whorl.errors import BudgetError, ConfigError
 from whorl.machine.device_probe import Machine
 from whorl.models import TransformerConfig
-from whorl.plan import planner
+from whorl.plan import expected, planner
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import decoder_config, training_cost
 from whorl.plan.forecast import RunInputs, forecast
@@ -35,7 +35,8 @@ def fake_step_timing(job: Job, seconds: float = 0.0, warmup: int = 0) -> StepTim
     cost = training_cost(job.model, batch_size=job.batch_size, seq_len=job.seq_len, replicas=1)
     flops = cost.token_flops * job.batch_size * job.seq_len
     startup, factor = (8.0, 0.7) if job.compile else (2.0, 1.0)
-    return StepTiming(startup_seconds=startup, step_seconds=(0.01 + flops / 1e11) * factor)
+    seconds = (0.01 + flops / 1e11) * factor
+    return StepTiming(startup, seconds, long_step_seconds=1.5 * seconds if job.long_ratio else 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,21 @@ def test_plan_fills_time_budget() -> None:
         assert TrainingPlan.model_validate_json(made.model_dump_json()) == made
 
 
+def test_plan_ends_with_long_rows_where_they_are_possible() -> None:
+    made = plan(budget="5m")
+    assert made.job.long_ratio == planner.LONG_RATIO
+    assert any("2 of 1,024 tokens in the last" in line for line in made.arithmetic)
+    for change in ({"steps": planner.MIN_LONG_STEPS - 1}, {"data": {"batch_size": 4}}, {"model": LLAMA}):
+        assert plan(**{"budget": "5m", **change}).job.long_ratio == 0
+    assert plan(replace(MACHINE, device="cuda"), budget="1e14flops").job.long_ratio == 0
+    assert plan(budget="5m", long_ratio=0.0).job.steps > made.job.steps
+    assert plan(steps=10, long_ratio=0.3).job.long_ratio == 0.3
+    with pytest.raises(ConfigError, match=r"long_ratio is 0\.3 with plan\.data\.batch_size 4"):
+        plan(steps=10, long_ratio=0.3, data={"batch_size": 4})
+    with pytest.raises(ValueError, match="long_ratio: longer rows need the planner's own network"):
+        PlanConfig.model_validate({"model": LLAMA, "long_ratio": 0.1})
+
+
 def test_plan_larger_budget_gives_larger_better_model() -> None:
     short, long = plan(budget="60s"), plan(budget="4h")
     assert long.expected["matrix_parameters"] > short.expected["matrix_parameters"]
@@ -81,7 +97,7 @@ def test_plan_keeps_given_values_and_times_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_plan_rejects_too_small_budget_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "time_steps", lambda *_, **__: StepTiming(5.5, 0.1))
+    monkeypatch.setattr(planner, "time_steps", lambda *_, **__: StepTiming(5.5, 0.1, 0.0, 0.1))
     with pytest.raises(BudgetError, match=r"a budget of 6s buys 4 steps .*5\.5 s to start(.|\n)*--budget 8s"):
         plan(budget="6s")
     forbid_timing(monkeypatch)
@@ -201,7 +217,7 @@ def test_plan_that_does_not_fit_memory_names_settings(settings: dict[str, int]) 
 def test_plan_warns_about_many_epochs(steps: int, warns: bool) -> None:
     made = plan(steps=steps, deterministic=True)
     assert any("warning: the text is read" in line for line in made.arithmetic) == warns
-    assert (made.expected["epochs"] > planner.MAX_USEFUL_EPOCHS) == warns
+    assert (made.expected["epochs"] > expected.MAX_USEFUL_EPOCHS) == warns
 
 
 def test_plan_without_compiler_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:

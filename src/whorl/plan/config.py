@@ -24,6 +24,10 @@ class PlanConfig(BaseModel):
         description="fields of a TransformerConfig, to train that network instead of whorl_decoder (docs/models.md)",
     )
     data: DataConfig = Field(default=DataConfig(), description="length and number of the rows of a step")
+    long_ratio: float | None = Field(
+        default=None, ge=0, lt=1,
+        description="fraction of the steps, at the end, with rows of four times the length; default: 0.1 on a CPU",
+    )  # fmt: skip
     ngram_buckets: int = Field(default=65_536, ge=16)
     steps: int | None = Field(default=None, ge=1, description="if given, nothing is timed")
     replicas: int | None = Field(default=None, ge=1, description="default: one per core")
@@ -53,6 +57,8 @@ class PlanConfig(BaseModel):
             raise ValueError(
                 f"replicas is {self.replicas}, which does not divide data.batch_size, {self.data.batch_size}"
             )
+        if self.model is not None and self.long_ratio:
+            raise ValueError("long_ratio: longer rows need the planner's own network, so omit model")
         if self.model is not None:
             from whorl.models.transformer_config import (
                 TransformerConfig,  # imports torch: only when needed

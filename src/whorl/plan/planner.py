@@ -21,20 +21,19 @@ down later, the run takes longer than planned.
 from __future__ import annotations
 
 import shutil
-from typing import Any
 
-from whorl.errors import BudgetError
+from whorl.errors import BudgetError, ConfigError
 from whorl.machine.budget import Budget
 from whorl.machine.device_probe import Machine, usable_cores
 from whorl.models import TransformerConfig
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import TrainingCost, decoder_config, training_cost
+from whorl.plan.expected import LOOP_OVERHEAD, build_plan, memory_error
 from whorl.plan.ladder import VOCAB_SIZES, Candidate, Shape, StepTimes, best_candidate, ladder, rank
-from whorl.plan.scaling_law import bytes_per_token, effective_bytes, expected_bits_per_byte
 from whorl.plan.training_plan import TrainingPlan
 from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
-from whorl.train.job import Job
+from whorl.train.job import LONG_FACTOR, Job
 from whorl.train.profiling.step_timer import StepTiming, time_steps
 
 # Compiled / uncompiled step time, for ranking only; the chosen shape is timed. On a GPU of launches (LOG.md).
@@ -42,13 +41,12 @@ COMPILED_TIME_RATIO = {"cpu": 0.72, "cuda": 0.28}
 SHAPES_SHARE = 0.03  # of a budget of seconds, after which no further width is timed
 CHOSEN_SHARE = 0.007  # of a budget of seconds, for timed steps of the chosen shape, without its start
 PEAK_SHARE = 0.2  # of the peak, assumed before the first timing; decides only the width that is timed first
-LOOP_OVERHEAD = (
-    0.055  # evaluation, samples, statistics and checkpoints, relative to steps (0.056 in a quickstart)
-)
+# Rows of the evaluation window at the end of a run: 1.4 % fewer bits per byte for 0.1 of the steps (LOG.md).
+LONG_RATIO = 0.1
+MIN_LONG_STEPS = 200  # of a run with long rows: before, a network has not learned to use short ones
 MIN_STEPS = 20
 MIN_LADDER_STEPS = 400  # of a shape that is a candidate
 MIN_COMPILE_BUDGET = 120.0  # seconds; in a shorter run compiling takes longer than it saves
-MAX_USEFUL_EPOCHS = 4  # up to here repeated text is nearly worth new text (arXiv:2305.16264)
 # For a network without query and key norms and with a small initial embedding. The default rates reach 3.75 nats after
 # 1,000 steps, these 2.90 (LOG.md).
 LLAMA_OPTIM = OptimConfig(lr_muon=0.01, lr_embedding=0.02)
@@ -68,7 +66,7 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
     if config.steps is not None:
         model = _fixed_model(config)
         job = _build_job(config, model, machine, replicas, config.steps, compile=bool(config.compile))
-        return _build_plan(config, machine, job, corpus_bytes, None, [])
+        return build_plan(config, machine, job, corpus_bytes, None, [])
     candidates: list[Candidate] = []
     chosen: TransformerConfig
     uncompiled: float | None = None
@@ -82,13 +80,13 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
         chosen, uncompiled = best.model, best.step_seconds / ratio if is_timed else None
     timing: StepTiming | None = None
     if config.deterministic:
-        job = _build_job(config, chosen, machine, replicas, 1, compile=bool(config.compile))
+        job = _build_job(config, chosen, machine, replicas, compile=bool(config.compile))
     else:
         job, timing = _choose_compilation(config, chosen, machine, replicas, budget, uncompiled, progress)
     step_flops = _step_flops(config, _cost(config, chosen, replicas))
     if budget.seconds is not None and timing is not None:
         usable = budget.seconds - timing.startup_seconds
-        steps = int(usable / (timing.step_seconds * (1 + LOOP_OVERHEAD)))
+        steps = int(usable / (timing.mean_step_seconds(job.long_ratio) * (1 + LOOP_OVERHEAD)))
     else:
         steps = int((budget.flops or 0.0) / step_flops)
     if steps < MIN_STEPS:
@@ -99,8 +97,9 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
             )
             least = f"{int(timing.startup_seconds + MIN_STEPS * timing.step_seconds * 1.2) + 1}s"
         raise _budget_error(config, steps, details, least)
-    job = job.model_copy(update={"steps": steps})
-    return _build_plan(config, machine, job, corpus_bytes, timing, candidates)
+    long_ratio = _choose_long_ratio(config, machine, replicas, steps) if job.long_ratio else 0.0
+    job = job.model_copy(update={"steps": steps, "long_ratio": long_ratio})
+    return build_plan(config, machine, job, corpus_bytes, timing, candidates)
 
 
 def _check_budget(
@@ -149,13 +148,15 @@ def _build_job(
     model: TransformerConfig,
     machine: Machine,
     replicas: int,
-    steps: int,
+    steps: int | None = None,
     *,
     compile: bool,
 ) -> Job:
-    rates = LLAMA_OPTIM
+    """Return the job; steps: None if they follow from a timing."""
+    rates, long_ratio = LLAMA_OPTIM, 0.0
     if config.model is None:
         rates, model = OptimConfig(), model.model_copy(update={"trained_length": config.data.seq_len})
+        long_ratio = _choose_long_ratio(config, machine, replicas, steps)
     overrides = {} if config.optim is None else config.optim.model_dump(exclude_unset=True)
     return Job(
         tokens="",
@@ -164,7 +165,8 @@ def _build_job(
         routing=config.routing,
         seq_len=config.data.seq_len,
         batch_size=config.data.batch_size,
-        steps=steps,
+        steps=steps or 1,
+        long_ratio=long_ratio,
         seed=config.seed,
         replicas=replicas,
         threads=1 if config.deterministic else max(1, machine.threads // replicas),
@@ -173,6 +175,24 @@ def _build_job(
         compile=compile,
         deterministic=config.deterministic,
     )
+
+
+def _choose_long_ratio(config: PlanConfig, machine: Machine, replicas: int, steps: int | None) -> float:
+    """Return the fraction of steps with long rows. None on a GPU, where uncompiled steps take five times as long.
+
+    Raises:
+        ConfigError: a given fraction, and long rows that the replicas cannot share.
+    """
+    divides = config.data.batch_size % (LONG_FACTOR * replicas) == 0
+    if config.long_ratio and not divides:
+        raise ConfigError(
+            f"plan.long_ratio is {config.long_ratio:g} with plan.data.batch_size {config.data.batch_size}",
+            expected=f"a batch size that {LONG_FACTOR} x {replicas} replicas divide: long rows are as many times fewer",
+        )
+    if config.long_ratio is not None:
+        return config.long_ratio
+    is_useful = steps is None or steps >= MIN_LONG_STEPS
+    return LONG_RATIO if is_useful and divides and machine.device == "cpu" else 0.0
 
 
 def _choose_dtype(config: PlanConfig, machine: Machine) -> str:
@@ -202,7 +222,7 @@ def _ladder_costs(
         cost = _cost(config, model, replicas)
         if cost.peak_memory_bytes >= 0.6 * machine.ram_bytes:
             if not kept:
-                raise _memory_error(cost, cost.peak_memory_bytes, machine)
+                raise memory_error(cost, cost.peak_memory_bytes, machine)
             break
         # With fewer steps the law would extrapolate too far; the smallest shape always stays.
         if kept and flops / _step_flops(config, cost) <= MIN_LADDER_STEPS:
@@ -211,16 +231,6 @@ def _ladder_costs(
         if config.d_model and config.n_layers:
             break
     return kept
-
-
-def _memory_error(cost: TrainingCost, needed: float, machine: Machine) -> BudgetError:
-    return BudgetError(
-        f"training needs {needed / 1e9:,.1f} GB: {cost.total_params:,} parameters, {cost.activation_bytes / 1e9:,.1f} GB of "
-        "activations",
-        expected=f"at most 60 % of {machine.ram_bytes / 1e9:,.1f} GB of memory, so that other programs have room",
-        do="lower plan.d_model, plan.n_layers, plan.vocab_size or plan.ngram_buckets for the parameters, plan.batch_size or "
-        "plan.seq_len for the activations",
-    )
 
 
 def _rank_candidates(
@@ -275,7 +285,7 @@ def _choose_compilation(
 
     uncompiled: seconds of an uncompiled step by the timed shapes, without the overhead of replicas; None if unknown.
     """
-    plain = _build_job(config, model, machine, replicas, 1, compile=False)
+    plain = _build_job(config, model, machine, replicas, compile=False)
     seconds = max(0.5, CHOSEN_SHARE * (budget.seconds or 300.0))
     worthwhile = config.compile or budget.seconds is None or budget.seconds >= MIN_COMPILE_BUDGET
     options: list[tuple[Job, StepTiming]] = []
@@ -294,7 +304,9 @@ def _choose_compilation(
             )
 
         def steps(timing: StepTiming) -> float:
-            return ((budget.seconds or 1e9) - timing.startup_seconds) / timing.step_seconds
+            return ((budget.seconds or 1e9) - timing.startup_seconds) / timing.mean_step_seconds(
+                plain.long_ratio
+            )
 
         return max(options, key=lambda option: steps(option[1]))
 
@@ -302,85 +314,3 @@ def _choose_compilation(
 def can_compile() -> bool:
     """Return whether torch.compile finds a C++ compiler."""
     return any(shutil.which(name) for name in ("g++", "c++", "clang++"))
-
-
-def _build_plan(
-    config: PlanConfig,
-    machine: Machine,
-    job: Job,
-    corpus_bytes: int,
-    timing: StepTiming | None,
-    candidates: list[Candidate],
-) -> TrainingPlan:
-    model = job.model
-    tokens = job.steps * job.batch_size * job.seq_len
-    per_token = bytes_per_token(model.vocab_size)
-    cost = training_cost(model, batch_size=job.batch_size, seq_len=job.seq_len, replicas=job.replicas)
-    # Settings of pretrain can lower activations, but not the rest.
-    resident = cost.peak_memory_bytes - cost.activation_bytes
-    if machine.device == "cpu" and resident > machine.ram_bytes:
-        raise _memory_error(cost, resident, machine)
-    flops = cost.token_flops
-    expected: dict[str, int | float] = {
-        "parameters": cost.total_params,
-        "matrix_parameters": cost.matmul_params,
-        "flops_per_token": flops,
-        "tokens": tokens,
-        "epochs": tokens * per_token / max(1, corpus_bytes),
-        "memory_bytes": cost.peak_memory_bytes,
-        "activation_bytes": cost.activation_bytes,
-    }
-    if timing is not None:
-        expected |= {"compile_seconds": timing.compile_seconds, "startup_seconds": timing.startup_seconds}
-        expected["seconds"] = timing.startup_seconds + job.steps * timing.step_seconds * (1 + LOOP_OVERHEAD)
-        expected["tokens_per_second"] = job.batch_size * job.seq_len / timing.step_seconds
-        expected["mfu"] = expected["tokens_per_second"] * flops / machine.peak_flops
-    lines = [
-        f"machine: {machine.note}",
-        f"shape: {model.n_layers} layers x {model.d_model} wide, {model.describe_layers()}, vocabulary {model.vocab_size:,}",
-        f"parameters: {cost.block_params:,} in blocks + {cost.head_params:,} in the head (multiplied) "
-        f"+ {cost.lookup_params:,} looked up ({model.describe_lookups()})"
-        + (f"; {cost.total_params:,} in total with every expert" if model.experts else ""),
-        f"FLOPs per token: 6 x {cost.matmul_params:,} + attention = {flops / 1e6:.2f} M (Kaplan et al. 2020)",
-        f"step: {job.batch_size} rows x {job.seq_len} tokens over {job.replicas} replicas of {job.threads} thread(s), "
-        f"{job.dtype}, {'compiled' if job.compile else 'not compiled'}",
-        f"steps: {job.steps:,}; tokens: {tokens:,} = {expected['epochs']:.2f} epochs of {corpus_bytes / 1e6:.1f} MB "
-        f"at about {per_token:.2f} bytes per token",
-        f"memory: {cost.peak_memory_bytes / 1e9:.2f} GB expected peak, {cost.activation_bytes / 1e9:.2f} GB of it "
-        "activations (pretrain.run.activation_budget or pretrain.train.micro_batch_size lower them)",
-    ]
-    if expected["epochs"] > MAX_USEFUL_EPOCHS:
-        lines.append(
-            f"warning: the text is read {expected['epochs']:.0f} times, and repeated text is worth little beyond "
-            f"{MAX_USEFUL_EPOCHS} (Muennighoff et al. 2023); give more text or a "
-            f"{expected['epochs'] / MAX_USEFUL_EPOCHS:.0f} times smaller budget"
-        )
-    if timing is not None:
-        lines.append(
-            f"time: {timing.startup_seconds:.1f} s to start + {job.steps:,} x {timing.step_seconds * 1e3:.1f} ms "
-            f"x {1 + LOOP_OVERHEAD:.3f} = {expected['seconds']:.0f} s of {config.budget}"
-        )
-        lines.append(
-            f"speed: {expected['tokens_per_second']:,.0f} tokens/s, {expected['mfu']:.0%} of "
-            f"{machine.peak_flops / 1e12:.2f} TFLOP/s measured on this machine"
-        )
-    if config.model is None:  # the law is that of the planner's own shapes
-        effective = effective_bytes(tokens * per_token, max(1, corpus_bytes))
-        expected["bits_per_byte"] = expected_bits_per_byte(cost.block_params, effective, model.vocab_size)
-        lines.append(
-            f"expected: {expected['bits_per_byte']:.2f} bits per byte on whole held-out files, as `evaluate` reads them "
-            "(law fitted on the sweep of bench/plan/scaling_sweep.py)"
-        )
-    ranked = sorted(candidates, key=lambda c: c.bits_per_byte)[:12]
-    table: list[dict[str, Any]] = [
-        {
-            "d_model": c.model.d_model,
-            "n_layers": c.model.n_layers,
-            "vocab_size": c.model.vocab_size,
-            "step_seconds": c.step_seconds,
-            "steps": c.steps,
-            "bits_per_byte": c.bits_per_byte,
-        }
-        for c in ranked
-    ]
-    return TrainingPlan(job=job, budget=config.budget, expected=expected, arithmetic=lines, candidates=table)

@@ -8,20 +8,23 @@ these out.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from whorl.machine.memory import MemoryText
 from whorl.models import TransformerConfig
 from whorl.models.legacy_config import upgrade_transformer
+from whorl.models.transformer_block import YARN_FACTOR
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamConfig
 from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, SpikeGuardConfig
 from whorl.train.optim.stochastic_rounding import RoundingMode
 from whorl.train.stream_config import TextStreamConfig
 
+LONG_FACTOR = int(YARN_FACTOR)  # of the rows at the end of a run: the model's evaluation window
 NON_IDENTITY_FIELDS = {
     "tokens",
     "replicas",
@@ -63,6 +66,12 @@ class Job(BaseModel):
         default=None, description="of all replicas together; default: unlimited (resilience/memory_budget.py)"
     )
     steps: int = Field(ge=1)
+    long_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="fraction of the steps, at the end, with rows of LONG_FACTOR times the length",
+    )
     seed: int = 0
     z_loss: float = Field(default=1e-5, ge=0)
     schedule: ScheduleConfig = ScheduleConfig()
@@ -81,6 +90,18 @@ class Job(BaseModel):
     deterministic: bool = Field(default=False, description="no timing decides a bit (determinism.py)")
     spike_guard: SpikeGuardConfig = SpikeGuardConfig()
     serial_loader: bool = Field(default=False, description="fill batches in the training process itself")
+
+    @model_validator(mode="after")
+    def _validate(self) -> Job:
+        if self.long_ratio and (self.model.trained_length != self.seq_len or self.stream is not None):
+            raise ValueError(
+                "long_ratio needs a model with trained_length = seq_len, whose rotary tables reach further, and a token set"
+            )
+        if self.long_ratio and self.batch_size % (LONG_FACTOR * self.replicas):
+            raise ValueError(
+                f"long_ratio needs a batch_size, {self.batch_size}, that {LONG_FACTOR} x replicas ({self.replicas}) divides"
+            )
+        return self
 
 
 def stream_config(job: Job, stream: JobStreamConfig) -> StreamConfig:
@@ -103,6 +124,25 @@ def identity(job: Job) -> dict[str, Any]:
         inside: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
         whole["stream"] = job.stream.model_dump(mode="json", exclude=inside)
     return {**whole, "data": TokenSet(Path(job.tokens)).split("train").fingerprint}
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """The rows of a step."""
+
+    seq_len: int
+    batch_size: int
+
+
+def first_long_step(job: Job) -> int:
+    """Return the number of the first step with long rows; `job.steps` without any."""
+    return min(job.steps, round(job.steps * (1 - job.long_ratio)))
+
+
+def row_shape(job: Job, step: int) -> RowShape:
+    """Return the rows of step `step` (from 0): at the end of the run longer and fewer, with as many tokens."""
+    n = LONG_FACTOR if step >= first_long_step(job) else 1
+    return RowShape(job.seq_len * n, job.batch_size // n)
 
 
 def steps_per_epoch(job: Job) -> float:

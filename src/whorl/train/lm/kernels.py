@@ -32,7 +32,7 @@ from whorl.nn.native.cross_entropy import choose_logits_step
 from whorl.nn.native.library import build_sources
 from whorl.nn.native.update import choose_update
 from whorl.objectives.next_token import default_chunk_tokens, next_token
-from whorl.train.job import Job
+from whorl.train.job import Job, row_shape
 from whorl.train.optim.optimizers import AdamW
 
 MAX_LOGITS = 1 << 24  # held at a time: 32 MB in bf16
@@ -57,15 +57,22 @@ class Kernels:
 def choose_kernels(model: LanguageModel, job: Job) -> Kernels:
     """Choose the kernels of `job`: those of the model by shape, for this process; the others are returned."""
     rows = job.micro_batch_size or job.batch_size // job.replicas
-    return choose_step_kernels(model, rows, job.seq_len, job.optim.fused)
+    at_end = row_shape(job, job.steps)
+    long = (max(1, rows * job.seq_len // at_end.seq_len), at_end.seq_len) if job.long_ratio else None
+    return choose_step_kernels(model, rows, job.seq_len, job.optim.fused, long)
 
 
 def choose_step_kernels(
-    model: LanguageModel, rows: int, length: int, fused_adamw: bool | None = None
+    model: LanguageModel,
+    rows: int,
+    length: int,
+    fused_adamw: bool | None = None,
+    long: tuple[int, int] | None = None,
 ) -> Kernels:
     """Choose the kernels of micro-batches [rows, length], as `choose_kernels`. fused_adamw: as set, None times it.
 
-    The weights are not read: they may be on the device "meta".
+    long: rows and length of the micro-batches at the end of a run, whose attention is chosen too. The weights are not
+    read: they may be on the device "meta".
 
     Raises:
         ConfigError: a forced choice that is impossible.
@@ -81,7 +88,8 @@ def choose_step_kernels(
         build_sources()
     layers = (mixer for mixer in model.layer_mixers() if isinstance(mixer, MultiHeadAttention))
     for heads, head_dim in sorted({(mixer.n_heads, mixer.head_dim) for mixer in layers}):
-        choose_path(rows, heads, length, head_dim)
+        for shape in filter(None, ((rows, length), long)):
+            choose_path(shape[0], heads, shape[1], head_dim)
     vocabulary, width = model.head_weight.shape
     tokens = rows * length
     linears = [m for m in model.modules() if type(m) is Linear and m.bias is None and m.matmul is None]

@@ -87,7 +87,8 @@ class LMObjective:
     segments and positions, are compiled for one shape, if it is given. Models with experts are not compiled: the shapes
     of their products depend on the routing.
 
-    packed_shape: [rows, length] of the packed micro-batches to compile; others run uncompiled.
+    packed_shape: [rows, length] of the packed micro-batches to compile; others run uncompiled. length: of the rows to
+    compile, None for all; the longer ones at the end of a run are too few to pay for a compilation.
     """
 
     def __init__(
@@ -99,10 +100,11 @@ class LMObjective:
         compile: bool,
         chunk_tokens: int | None = None,
         packed_shape: tuple[int, int] | None = None,
+        length: int | None = None,
     ) -> None:
         self.model, self.z_loss, self.moe, self.chunk_tokens = model, z_loss, moe, chunk_tokens
         self.compiled_loss: Callable[..., tuple[Tensor, ...]] = self._loss
-        self.packed_shape = packed_shape
+        self.packed_shape, self.length = packed_shape, length
         self.packed_loss = compiled(self._loss) if packed_shape else self._loss
         if compile and not moe:
             self.compiled_loss = compiled(self._loss)
@@ -143,7 +145,8 @@ class LMObjective:
                 Loss(total, count, {"nll": nll}), records, micro_batch["loss_mask"]
             )
         if segments is None:
-            total, count, nll = self.compiled_loss(x, where, *rest)
+            is_compiled = self.length in (None, micro_batch["tokens"].shape[1])
+            total, count, nll = (self.compiled_loss if is_compiled else self._loss)(x, where, *rest)
         else:
             loss = self.packed_loss if micro_batch["tokens"].shape == self.packed_shape else self._loss
             total, count, nll = loss(x, where, *rest, segments)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from whorl.errors import BudgetError
 from whorl.models import LanguageModel, load_model
 from whorl.parallel.process_group import ProcessGroup
-from whorl.slots import Slot
+from whorl.slots import FIFOReader, Slot
 from whorl.tokens.loader import TokenBatch, TokenProducer, open_batches
 from whorl.tokens.stream import StreamBatches
 from whorl.tracking.seeds import derive
@@ -26,7 +27,7 @@ from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.config import CheckpointConfig
-from whorl.train.job import Job, identity, steps_per_epoch, stream_config
+from whorl.train.job import Job, first_long_step, identity, row_shape, steps_per_epoch, stream_config
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
@@ -82,7 +83,9 @@ def pretrain(
             expected="a multiple of the number of replicas",
         )
     if job.stream is None:  # here, since an error of a producer has its traceback
-        TokenProducer(Path(job.tokens), "train", job.seq_len, job.batch_size).check()
+        for step in {0, job.steps - 1}:
+            rows = row_shape(job, step)
+            TokenProducer(Path(job.tokens), "train", rows.seq_len, rows.batch_size).check()
     lr_schedule.check_warmup(job.steps, job.schedule)
     task = PretrainTask(job, branch_start)
     options = RunOptions(
@@ -153,7 +156,6 @@ class PretrainTask(Task[Batch]):
             loss_scaler=trainer.loss_scaler,
         )
         self.validator = Validator(job, trainer.group)
-        self.flops_per_token = self.networks.flops_per_token(job.seq_len)
         return self.learner
 
     def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats:
@@ -182,7 +184,8 @@ class PretrainTask(Task[Batch]):
             return None
         averages = self.meter.pop_metrics()
         rates = learning_rates(self.networks, self.job, self.lr_scale(steps_done - 1))
-        return {**averages, "flops_per_second": averages["tokens_per_second"] * self.flops_per_token, **rates}
+        flops = self.networks.flops_per_token(row_shape(self.job, steps_done - 1).seq_len)
+        return {**averages, "flops_per_second": averages["tokens_per_second"] * flops, **rates}
 
     def evaluate_at(self, steps_done: int) -> bool:
         return steps_done % self.evaluate_every == 0 or steps_done == self.steps
@@ -228,17 +231,7 @@ def _batches(job: Job, process_group: ProcessGroup, first: int, stream_state: di
     """This replica's share of the batches from number `first` on: an iterator and a context."""
     stream = job.stream
     if stream is None:
-        return open_batches(
-            Path(job.tokens),
-            "train",
-            seq_len=job.seq_len,
-            batch_size=job.batch_size,
-            seed=job.seed,
-            start=first,
-            serial=job.serial_loader,
-            rank=process_group.rank,
-            world_size=process_group.size,
-        )
+        return closing(_token_batches(job, process_group, first))
     workers = 0 if job.serial_loader else stream.workers
     return StreamBatches(
         stream_config(job, stream),
@@ -250,6 +243,31 @@ def _batches(job: Job, process_group: ProcessGroup, first: int, stream_state: di
     )
 
 
+def _token_batches(job: Job, process_group: ProcessGroup, first: int) -> Iterator[Slot[TokenBatch]]:
+    """Yield the batches of a token set from number `first` on; both loaders of a run with long rows start at once."""
+    switch = first_long_step(job)
+
+    def reader(start: int) -> FIFOReader[TokenBatch]:
+        rows = row_shape(job, start)
+        return open_batches(
+            Path(job.tokens),
+            "train",
+            seq_len=rows.seq_len,
+            batch_size=rows.batch_size,
+            seed=job.seed,
+            start=start,
+            serial=job.serial_loader,
+            rank=process_group.rank,
+            world_size=process_group.size,
+        )
+
+    with ExitStack() as stack:
+        starts = [first] if first >= switch else [first, switch] if job.long_ratio else [first]
+        readers = [stack.enter_context(reader(start)) for start in starts]
+        for start, end, batches in zip(starts, [*starts[1:], None], readers, strict=True):
+            yield from islice(batches, None if end is None else end - start)
+
+
 def _micro_batches(batch: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[MicroBatch]:
     """Copy this replica's rows of a batch out of the slot and split them into micro-batches."""
     if isinstance(batch, dict):
@@ -258,6 +276,6 @@ def _micro_batches(batch: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> lis
         views, plain = batch.tensors(), bool(batch.data.single_segment)
     names = UNPACKED_FIELDS if plain else (*UNPACKED_FIELDS, "segment_ids", "positions")
     tensors = {name: views[name].to(job.device, copy=True) for name in names}
-    rows = tensors["tokens"].shape[0]
-    size = job.micro_batch_size or rows
+    rows, length = tensors["tokens"].shape
+    size = max(1, job.micro_batch_size * job.seq_len // length) if job.micro_batch_size else rows
     return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]

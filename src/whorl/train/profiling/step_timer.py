@@ -15,7 +15,7 @@ from whorl.nn.compiler import seconds_in_backend
 from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.tracking.seeds import generator
 from whorl.train.determinism import deterministic
-from whorl.train.job import Job
+from whorl.train.job import Job, row_shape
 from whorl.train.learner.learner import SharedState
 from whorl.train.learner.update import MicroBatch
 from whorl.train.lm.build import allocate_shared, build_learner, build_model
@@ -33,11 +33,17 @@ class StepTiming:
         startup_seconds: until the first steps are done (processes, tracing), in a run that finds its kernels compiled.
         step_seconds: median of the steps after them.
         compile_seconds: of compilation in this timing, which later runs do not repeat (`nn/compiler.py`).
+        long_step_seconds: median of steps with long rows, 0 for a job without.
     """
 
     startup_seconds: float
     step_seconds: float
     compile_seconds: float = 0.0
+    long_step_seconds: float = 0.0
+
+    def mean_step_seconds(self, long_ratio: float) -> float:
+        """Return the mean over a run in which this fraction of the steps has long rows."""
+        return self.step_seconds * (1 - long_ratio) + self.long_step_seconds * long_ratio
 
 
 def time_steps(job: Job, seconds: float = 2.0, warmup: int = WARMUP_STEPS) -> StepTiming:
@@ -99,29 +105,49 @@ def _measure_steps(
         slowest = max(rank[0] for rank in process_group.all_gather_scalars(own))
         compile_seconds = time.perf_counter() - began - slowest
         update.step(1e-3)
-        for n in range(warmup - 1):
-            update.accumulate(update.objective(parts[n % BATCHES]))
-            update.step(1e-3)
-        times: list[float] = []
-        started = time.perf_counter()
-        # Rank 0 decides when to stop; the all-gather carries its clock, so that all ranks stop at the same step.
-        while (
-            process_group.all_gather_scalars(time.perf_counter() - started)[0][0] < seconds or len(times) < 3
-        ):
-            begin = time.perf_counter()
-            update.accumulate(update.objective(parts[len(times) % BATCHES]))
+
+        def run(parts: list[MicroBatch], n: int) -> None:
+            update.accumulate(update.objective(parts[n % len(parts)]))
             update.step(1e-3)
             if job.device != "cpu":
                 torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-    startup = started - began - compile_seconds
-    return StepTiming(startup, sorted(times)[len(times) // 2], compile_seconds)
+
+        def median_seconds(parts: list[MicroBatch], seconds: float) -> float:
+            times: list[float] = []
+            started = time.perf_counter()
+            # Rank 0 decides when to stop; the all-gather carries its clock, so that all ranks stop at the same step.
+            while (
+                process_group.all_gather_scalars(time.perf_counter() - started)[0][0] < seconds
+                or len(times) < 3
+            ):
+                begin = time.perf_counter()
+                run(parts, len(times))
+                times.append(time.perf_counter() - begin)
+            return sorted(times)[len(times) // 2]
+
+        for n in range(warmup - 1):
+            run(parts, n)
+        startup = time.perf_counter() - began - compile_seconds
+        step, long = median_seconds(parts, seconds), 0.0
+        if job.long_ratio:
+            at_end = row_shape(job, job.steps)
+            rows = at_end.batch_size // job.replicas
+            parts = [
+                random_batch(job, rows, BATCHES * process_group.rank + n, at_end.seq_len) for n in range(4)
+            ]
+            run(parts, 3)
+            long = median_seconds(parts, seconds / 4)
+    return StepTiming(startup, step, compile_seconds, long)
 
 
-def random_batch(job: Job, rows: int, number: int = 0) -> MicroBatch:
-    """Return a batch of random ids in the loop's format, one document per row. number: seeds it."""
+def random_batch(job: Job, rows: int, number: int = 0, length: int | None = None) -> MicroBatch:
+    """Return a batch of random ids in the loop's format, one document per row.
+
+    number: seeds it. length: of a row; default: the job's.
+    """
+    length = length or job.seq_len
     ids = torch.randint(
-        0, job.model.vocab_size, (rows, job.seq_len + 1), generator=generator(job.seed, "timing", number)
+        0, job.model.vocab_size, (rows, length + 1), generator=generator(job.seed, "timing", number)
     ).to(job.device)
-    mask = torch.ones(rows, job.seq_len, dtype=torch.bool, device=job.device)
+    mask = torch.ones(rows, length, dtype=torch.bool, device=job.device)
     return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "loss_mask": mask}

@@ -12,7 +12,7 @@ from typing import Any
 from whorl.errors import WhorlError
 from whorl.tokens.loader import TokenProducer
 from whorl.tokens.stream import StreamProducer
-from whorl.train.job import Job, JobStreamConfig, stream_config
+from whorl.train.job import Job, JobStreamConfig, row_shape, stream_config
 
 MAX_DOCUMENTS = 20  # listed at most; all are counted
 
@@ -39,7 +39,8 @@ def documents_in_batch(job: Job, batch_index: int, stream_state: dict[str, Any] 
 
 
 def _from_tokens(job: Job, batch_index: int) -> list[dict[str, Any]]:
-    producer = TokenProducer(Path(job.tokens), "train", job.seq_len, job.batch_size, job.seed)
+    rows = row_shape(job, batch_index)
+    producer = TokenProducer(Path(job.tokens), "train", rows.seq_len, rows.batch_size, job.seed)
     table = producer.stream.documents
     numbers = producer.documents_in_batch(batch_index)
     chosen = table.select(["id", "path", "source", "offset"]).take(numbers)

@@ -102,6 +102,7 @@ def midtrain(ctx: StepContext, config: MidtrainConfig) -> None:
             "stream": stream_settings(ctx, mixture),
             "optim": _scaled(before["optim"], config.lr_scale),
             "seq_len": seq_len,
+            "long_ratio": 0.0,
             "batch_size": batch_size,
             "steps": steps,
             "seed": config.seed,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from whorl.plan.training_plan import TrainingPlan
 
 
-@step("plan", config=PlanConfig, parents=CORPUS_PARENTS, version=7)
+@step("plan", config=PlanConfig, parents=CORPUS_PARENTS, version=8)
 def plan(ctx: StepContext, config: PlanConfig) -> None:
     """Time training steps on this machine and choose the configuration for the budget."""
     from whorl.plan.planner import make_plan

@@ -117,6 +117,7 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
             **dict(config.train),
             "tokens": str(ctx.parents["tokens"].path),
             "stream": _stream_settings(ctx, config),
+            "long_ratio": 0.0 if config.stream is not None else planned.long_ratio,
             "serial_loader": config.serial_loader,
             "activation_budget": config.run.activation_budget,
             "deterministic": config.train.deterministic or planned.deterministic,
