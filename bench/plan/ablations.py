@@ -5,7 +5,8 @@
 
 The store must hold a quickstart, whose corpus is used. All variants train the planned shape for an equal number of
 tokens. The step time of each is the faster of two short timings, because a change that costs time must pay for it. Bits
-per byte are those of the whole validation split, in windows of 512 tokens.
+per byte are those of the whole validation split, in the evaluation window (four times the row). The script has the
+planner's defaults.
 
 The claim: no change is more than 1 % better than the defaults at equal time, as a mean over the seeds. A variant with
 slower steps would see less text in that time; its bits per byte are corrected for this by the planner's scaling law.
@@ -27,6 +28,7 @@ from bench.plan.scaling_sweep import SilentCallback, token_set, validation_bits
 
 from whorl.machine.device_probe import probe
 from whorl.plan.cost import decoder_config, training_cost
+from whorl.plan.planner import LONG_RATIO
 from whorl.plan.scaling_law import expected_bits_per_byte
 from whorl.tokens.shards import TokenSet
 from whorl.train.job import Job
@@ -35,7 +37,10 @@ from whorl.train.profiling.step_timer import time_steps
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "rows of 512": {"seq_len": 512, "batch_size": 4},
+    "no long rows": {"long_ratio": 0.0},
+    "long rows in 0.05 of the steps": {"long_ratio": 0.05},
+    "long rows in 0.2 of the steps": {"long_ratio": 0.2},
+    "rows of 512": {"seq_len": 512, "batch_size": 4, "long_ratio": 0.0},
     "n-gram tables of 131,072 rows": {"model": {"ngram_buckets": 131_072}},
     "n-gram orders 2, 3 and 4": {"model": {"ngram_orders": (2, 3, 4)}},
     "lr_ngram 0.025": {"optim": {"lr_ngram": 0.025}},
@@ -54,8 +59,10 @@ WIDTH, DEPTH, VOCABULARY, SEQ_LEN = sized((192, 3, 1024, 256), (64, 2, 512, 64))
 def job_of(tokens: Path, change: dict[str, Any], **base: Any) -> Job:
     """The planned shape with `change`: fields of a job; `model` holds arguments of `whorl_decoder`."""
     more = dict(change)
-    model = decoder_config(WIDTH, DEPTH, VOCABULARY, **more.pop("model", {}))
-    fixed = {"tokens": str(tokens), "model": model, "seq_len": SEQ_LEN, "batch_size": 8, "evaluations": 1}
+    length = more.get("seq_len", SEQ_LEN)
+    model = decoder_config(WIDTH, DEPTH, VOCABULARY, trained_length=length, **more.pop("model", {}))
+    fixed = {"tokens": str(tokens), "model": model, "seq_len": SEQ_LEN, "batch_size": 8, "evaluations": 1,
+             "long_ratio": LONG_RATIO}  # fmt: skip
     return Job.model_validate({**fixed, **base, **more})
 
 
@@ -85,8 +92,8 @@ def main() -> None:
     cost: dict[str, float] = {}
     for name in names:
         job = job_of(tokens, VARIANTS[name], **base)
-        timed = (time_steps(job, sized(1.0, 0.05)).step_seconds for _ in range(1 if a.quick else 2))
-        cost[name] = min(timed)
+        timed = [time_steps(job, sized(1.0, 0.05)) for _ in range(1 if a.quick else 2)]
+        cost[name] = min(each.mean_step_seconds(job.long_ratio) for each in timed)
     for seed in range(a.seeds):
         for name in names:
             job = job_of(tokens, VARIANTS[name], **base)
@@ -97,7 +104,7 @@ def main() -> None:
                     SilentCallback(),
                     checkpoint_seconds=1e9,
                 )
-            bits = validation_bits(model, tokens, 512, every=8 if a.quick else 1)
+            bits = validation_bits(model, tokens, model.eval_window, every=8 if a.quick else 1)
             bits_by_variant.setdefault(name, []).append(bits)
             print(
                 f"{name:26} seed {seed}: {bits_by_variant[name][-1]:.4f}, {cost[name] * 1e3:.1f} ms a step",

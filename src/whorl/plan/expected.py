@@ -28,6 +28,11 @@ def build_plan(
     timing: StepTiming | None,
     candidates: list[Candidate],
 ) -> TrainingPlan:
+    """Return the plan of a job with its expected figures; candidates: of the planner, of which the best twelve are listed.
+
+    Raises:
+        BudgetError: weights and optimizer state alone exceed the memory.
+    """
     model = job.model
     tokens = job.steps * job.batch_size * job.seq_len
     per_token = bytes_per_token(model.vocab_size)
@@ -66,29 +71,13 @@ def build_plan(
         f"memory: {cost.peak_memory_bytes / 1e9:.2f} GB expected peak, {cost.activation_bytes / 1e9:.2f} GB of it "
         "activations (pretrain.run.activation_budget or pretrain.train.micro_batch_size lower them)",
     ]
-    if job.long_ratio:
-        long, taken = row_shape(job, job.steps), ""
-        if timing is not None:
-            taken = f": {timing.long_step_seconds * 1e3:.1f} in place of {timing.step_seconds * 1e3:.1f} ms"
-        lines.append(
-            f"rows at the end: {long.batch_size} of {long.seq_len:,} tokens in the last "
-            f"{job.steps - first_long_step(job):,} steps, not compiled{taken}"
-        )
     if expected["epochs"] > MAX_USEFUL_EPOCHS:
         lines.append(
             f"warning: the text is read {expected['epochs']:.0f} times, and repeated text is worth little beyond "
             f"{MAX_USEFUL_EPOCHS} (Muennighoff et al. 2023); give more text or a "
             f"{expected['epochs'] / MAX_USEFUL_EPOCHS:.0f} times smaller budget"
         )
-    if timing is not None:
-        lines.append(
-            f"time: {timing.startup_seconds:.1f} s to start + {job.steps:,} x {step_seconds * 1e3:.1f} ms "
-            f"x {1 + LOOP_OVERHEAD:.3f} = {expected['seconds']:.0f} s of {config.budget}"
-        )
-        lines.append(
-            f"speed: {expected['tokens_per_second']:,.0f} tokens/s, {expected['mfu']:.0%} of "
-            f"{machine.peak_flops / 1e12:.2f} TFLOP/s measured on this machine"
-        )
+    lines += _row_and_time_lines(config, machine, job, timing, expected)
     if config.model is None:  # the law is that of the planner's own shapes
         effective = effective_bytes(tokens * per_token, max(1, corpus_bytes))
         expected["bits_per_byte"] = expected_bits_per_byte(cost.block_params, effective, model.vocab_size)
@@ -109,6 +98,33 @@ def build_plan(
         for c in ranked
     ]
     return TrainingPlan(job=job, budget=config.budget, expected=expected, arithmetic=lines, candidates=table)
+
+
+def _row_and_time_lines(
+    config: PlanConfig,
+    machine: Machine,
+    job: Job,
+    timing: StepTiming | None,
+    expected: dict[str, int | float],
+) -> list[str]:
+    lines = []
+    if job.long_ratio:
+        long, taken = row_shape(job, job.steps), ""
+        if timing is not None:
+            taken = f": {timing.long_step_seconds * 1e3:.1f} in place of {timing.step_seconds * 1e3:.1f} ms"
+        lines.append(
+            f"rows at the end: {long.batch_size} of {long.seq_len:,} tokens in the last "
+            f"{job.steps - first_long_step(job):,} steps, not compiled{taken}"
+        )
+    if timing is not None:
+        mean = timing.mean_step_seconds(job.long_ratio)
+        lines += [
+            f"time: {timing.startup_seconds:.1f} s to start + {job.steps:,} x {mean * 1e3:.1f} ms "
+            f"x {1 + LOOP_OVERHEAD:.3f} = {expected['seconds']:.0f} s of {config.budget}",
+            f"speed: {expected['tokens_per_second']:,.0f} tokens/s, {expected['mfu']:.0%} of "
+            f"{machine.peak_flops / 1e12:.2f} TFLOP/s measured on this machine",
+        ]
+    return lines
 
 
 def memory_error(cost: TrainingCost, needed: float, machine: Machine) -> BudgetError:

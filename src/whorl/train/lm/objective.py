@@ -87,8 +87,8 @@ class LMObjective:
     segments and positions, are compiled for one shape, if it is given. Models with experts are not compiled: the shapes
     of their products depend on the routing.
 
-    packed_shape: [rows, length] of the packed micro-batches to compile; others run uncompiled. length: of the rows to
-    compile, None for all; the longer ones at the end of a run are too few to pay for a compilation.
+    packed_shape: [rows, length] of the packed micro-batches to compile; others run uncompiled.
+    length: of the rows to compile, None for all. The longer ones at the end of a run are too few to pay for a compilation.
     """
 
     def __init__(
