@@ -141,7 +141,7 @@ def first_long_step(job: Job) -> int:
 
 def row_shape(job: Job, step: int) -> RowShape:
     """Return the rows of step `step` (from 0): at the end of the run longer and fewer, with as many tokens."""
-    n = LONG_FACTOR if step >= first_long_step(job) else 1
+    n = LONG_FACTOR if job.long_ratio and step >= first_long_step(job) else 1
     return RowShape(job.seq_len * n, job.batch_size // n)
 
 

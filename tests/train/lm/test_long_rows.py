@@ -59,6 +59,7 @@ def test_row_shapes_and_identity(tokens: Path) -> None:
     wanted = long_job(tokens)
     assert first_long_step(wanted) == SWITCH and first_long_step(job(tokens)) == STEPS
     assert [row_shape(wanted, step).seq_len for step in (0, SWITCH - 1, SWITCH, STEPS)] == [32, 32, 128, 128]
+    assert row_shape(job(tokens), STEPS).seq_len == 32
     assert identity(wanted) != identity(long_job(tokens, long_ratio=0.5))
 
 
