@@ -11,12 +11,11 @@ from whorl.plan.cost import TrainingCost, training_cost
 from whorl.plan.ladder import Candidate
 from whorl.plan.scaling_law import bytes_per_token, effective_bytes, expected_bits_per_byte
 from whorl.plan.training_plan import TrainingPlan
-from whorl.train.job import Job, first_long_step, row_shape
+from whorl.train.job import Job, first_long_step, last_rows
 from whorl.train.profiling.step_timer import StepTiming
 
-LOOP_OVERHEAD = (
-    0.055  # evaluation, samples, statistics and checkpoints, relative to steps (0.056 in a quickstart)
-)
+# Evaluation, samples, statistics and checkpoints, relative to steps; 0.056 in a quickstart.
+LOOP_OVERHEAD = 0.055
 MAX_USEFUL_EPOCHS = 4  # up to here repeated text is nearly worth new text (arXiv:2305.16264)
 
 
@@ -41,15 +40,18 @@ def build_plan(
     resident = cost.peak_memory_bytes - cost.activation_bytes
     if machine.device == "cpu" and resident > machine.ram_bytes:
         raise memory_error(cost, resident, machine)
-    flops = cost.token_flops
+    flops, longest = cost.token_flops, last_rows(job)
+    at_end = training_cost(
+        model, batch_size=longest.batch_size, seq_len=longest.seq_len, replicas=job.replicas
+    )
     expected: dict[str, int | float] = {
         "parameters": cost.total_params,
         "matrix_parameters": cost.matmul_params,
         "flops_per_token": flops,
         "tokens": tokens,
         "epochs": tokens * per_token / max(1, corpus_bytes),
-        "memory_bytes": cost.peak_memory_bytes,
-        "activation_bytes": cost.activation_bytes,
+        "memory_bytes": at_end.peak_memory_bytes,
+        "activation_bytes": at_end.activation_bytes,
     }
     if timing is not None:
         expected |= {"compile_seconds": timing.compile_seconds, "startup_seconds": timing.startup_seconds}
@@ -68,7 +70,7 @@ def build_plan(
         f"{job.dtype}, {'compiled' if job.compile else 'not compiled'}",
         f"steps: {job.steps:,}; tokens: {tokens:,} = {expected['epochs']:.2f} epochs of {corpus_bytes / 1e6:.1f} MB "
         f"at about {per_token:.2f} bytes per token",
-        f"memory: {cost.peak_memory_bytes / 1e9:.2f} GB expected peak, {cost.activation_bytes / 1e9:.2f} GB of it "
+        f"memory: {at_end.peak_memory_bytes / 1e9:.2f} GB expected peak, {at_end.activation_bytes / 1e9:.2f} GB of it "
         "activations (pretrain.run.activation_budget or pretrain.train.micro_batch_size lower them)",
     ]
     if expected["epochs"] > MAX_USEFUL_EPOCHS:
@@ -109,7 +111,7 @@ def _row_and_time_lines(
 ) -> list[str]:
     lines = []
     if job.long_ratio:
-        long, taken = row_shape(job, job.steps), ""
+        long, taken = last_rows(job), ""
         if timing is not None:
             taken = f": {timing.long_step_seconds * 1e3:.1f} in place of {timing.step_seconds * 1e3:.1f} ms"
         lines.append(

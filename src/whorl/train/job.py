@@ -145,6 +145,11 @@ def row_shape(job: Job, step: int) -> RowShape:
     return RowShape(job.seq_len * n, job.batch_size // n)
 
 
+def last_rows(job: Job) -> RowShape:
+    """Return the rows of the last step: the longest of the run."""
+    return row_shape(job, job.steps)
+
+
 def steps_per_epoch(job: Job) -> float:
     """The steps after which text is read a second time; infinite for raw text, whose size is not counted."""
     if job.stream is not None:

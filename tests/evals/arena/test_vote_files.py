@@ -29,6 +29,7 @@ from whorl.evals.arena.vote_files import (
     vote_records,
     write_records,
 )
+from whorl.evals.model.endpoint_backend import EndpointBackend
 from whorl.evals.model.open_model import ModelOptions
 
 RECORD = {
@@ -115,7 +116,8 @@ def test_contestants_have_names_and_share_back_ends() -> None:
         with pytest.raises(ConfigError, match="an arena of 1 models"):
             open_contestants([f"{fake.url}#fake"])
         judge, backend = open_contestant(f"{fake.url}#fake", timeout=7.0)
-        assert judge == "fake" and backend.client.timeout == 7.0  # type: ignore[attr-defined]
+        assert isinstance(backend, EndpointBackend)
+        assert judge == "fake" and backend.client.timeout == 7.0
         with pytest.raises(ConfigError, match="the timeout is -1"):
             open_contestant(f"{fake.url}#fake", timeout=-1.0)
 

@@ -9,11 +9,18 @@ import pytest
 import torch
 from pydantic import ValidationError
 from tests.support.tiny import decoder_config
-from tests.support.train.pretraining import assert_close, assert_resume_is_exact, raw_text, train
+from tests.support.train.pretraining import (
+    assert_close,
+    assert_equal,
+    assert_resume_is_exact,
+    raw_text,
+    train,
+)
 from tests.support.train.tiny import job
 
 from whorl.tokens.loader import TokenProducer
-from whorl.train.job import Job, first_long_step, identity, row_shape
+from whorl.train.job import Job, first_long_step, identity, last_rows, row_shape
+from whorl.train.lm.decay_branches import branch_job, branch_state_folder, branch_step, export_branches
 from whorl.train.lm.objective import LMObjective
 from whorl.train.profiling.step_timer import time_steps
 from whorl.train.resilience.provenance import documents_in_batch
@@ -49,17 +56,25 @@ def test_resume_with_long_rows_is_bit_exact(tokens: Path, tmp_path: Path, stop: 
 def test_long_rows_are_shared_by_replicas_and_filled_by_processes(tokens: Path, tmp_path: Path) -> None:
     whole = train(long_job(tokens), tmp_path / "one")
     assert_close(whole, train(long_job(tokens, replicas=2), tmp_path / "two"))
-    torch.testing.assert_close(
-        whole.state_dict(), train(long_job(tokens, serial_loader=False), tmp_path / "process").state_dict(),
-        rtol=0, atol=0,
-    )  # fmt: skip
+    assert_equal(whole, train(long_job(tokens, serial_loader=False), tmp_path / "process"))
+
+
+def test_branch_starts_before_its_own_long_rows(tokens: Path, tmp_path: Path) -> None:
+    whole = long_job(tokens, steps=40, long_ratio=0.5, schedule={"decay_ratio": 0.2})
+    branch, at = branch_job(whole, 0.7), branch_step(whole, 0.7)
+    assert at == first_long_step(branch) == 14  # the learning rate would decay from step 23
+    train(whole, tmp_path / "whole", branch_points=[at])
+    assert export_branches(tmp_path / "whole", tmp_path / "model", {0.7: at}) == [0.7]
+    start = branch_state_folder(tmp_path / "model", 0.7)
+    end = train(branch, tmp_path / "branch", branch_start=start)
+    assert_equal(end, train(branch, tmp_path / "planned"))
 
 
 def test_row_shapes_and_identity(tokens: Path) -> None:
     wanted = long_job(tokens)
     assert first_long_step(wanted) == SWITCH and first_long_step(job(tokens)) == STEPS
     assert [row_shape(wanted, step).seq_len for step in (0, SWITCH - 1, SWITCH, STEPS)] == [32, 32, 128, 128]
-    assert row_shape(job(tokens), STEPS).seq_len == 32
+    assert last_rows(wanted).seq_len == 128 and last_rows(job(tokens)).seq_len == 32
     assert identity(wanted) != identity(long_job(tokens, long_ratio=0.5))
 
 

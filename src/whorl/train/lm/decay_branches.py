@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING
 from whorl.errors import ConfigError, one_of
 from whorl.train.checkpoint.manager import BRANCH_FOLDER, branch_folder
 from whorl.train.config import ScheduleConfig
+from whorl.train.job import Job, row_shape
 from whorl.train.optim.lr_schedule import lr_scale, warmup_steps
 
 if TYPE_CHECKING:
     from whorl.train.checkpoint.format import Checkpoint
     from whorl.train.checkpoint.manager import CheckpointManager
-    from whorl.train.job import Job
 
 MAY_DIFFER = ("steps", "schedule")  # between a stable run and its branches
 
@@ -96,7 +96,12 @@ def branch_step(job: Job, fraction: float) -> int:
         return lr_scale(step, job.steps, job.schedule)
 
     steps = range(branch.steps)
-    at = next((s for s in steps if lr_scale(s, branch.steps, branch.schedule) != stable(s)), branch.steps)
+
+    def differs(step: int) -> bool:
+        is_decayed = lr_scale(step, branch.steps, branch.schedule) != stable(step)
+        return is_decayed or row_shape(branch, step) != row_shape(job, step)
+
+    at = next((step for step in steps if differs(step)), branch.steps)
     if not 0 < at < branch.steps or stable(at - 1) < 1:
         why = "no plateau between warm-up and decay" if at < branch.steps else "nothing to decay"
         raise ConfigError(

@@ -32,7 +32,7 @@ from whorl.nn.native.cross_entropy import choose_logits_step
 from whorl.nn.native.library import build_sources
 from whorl.nn.native.update import choose_update
 from whorl.objectives.next_token import default_chunk_tokens, next_token
-from whorl.train.job import Job, row_shape
+from whorl.train.job import Job, last_rows
 from whorl.train.optim.optimizers import AdamW
 
 MAX_LOGITS = 1 << 24  # held at a time: 32 MB in bf16
@@ -57,7 +57,7 @@ class Kernels:
 def choose_kernels(model: LanguageModel, job: Job) -> Kernels:
     """Choose the kernels of `job`: those of the model by shape, for this process; the others are returned."""
     rows = job.micro_batch_size or job.batch_size // job.replicas
-    at_end = row_shape(job, job.steps)
+    at_end = last_rows(job)
     long = (max(1, rows * job.seq_len // at_end.seq_len), at_end.seq_len) if job.long_ratio else None
     return choose_step_kernels(model, rows, job.seq_len, job.optim.fused, long)
 

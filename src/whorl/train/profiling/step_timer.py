@@ -15,7 +15,7 @@ from whorl.nn.compiler import seconds_in_backend
 from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.tracking.seeds import generator
 from whorl.train.determinism import deterministic
-from whorl.train.job import Job, row_shape
+from whorl.train.job import Job, last_rows
 from whorl.train.learner.learner import SharedState
 from whorl.train.learner.update import MicroBatch
 from whorl.train.lm.build import allocate_shared, build_learner, build_model
@@ -130,7 +130,7 @@ def _measure_steps(
         startup = time.perf_counter() - began - compile_seconds
         step, long = median_seconds(parts, seconds), 0.0
         if job.long_ratio:
-            at_end = row_shape(job, job.steps)
+            at_end = last_rows(job)
             rows = at_end.batch_size // job.replicas
             parts = [
                 random_batch(job, rows, BATCHES * process_group.rank + n, at_end.seq_len) for n in range(4)

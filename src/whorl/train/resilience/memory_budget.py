@@ -39,12 +39,12 @@ def resolve_micro_batch_size(job: Job) -> int:
 
 def job_activation_checkpointing(model: LanguageModel, job: Job) -> LanguageModel:
     """Apply the activation budget of a pretraining job (`apply_activation_checkpointing`); return the model."""
-    from whorl.train.job import row_shape
+    from whorl.train.job import last_rows
 
-    at_end = row_shape(job, job.steps).seq_len  # the longest rows
-    rows = max(1, resolve_micro_batch_size(job) * job.seq_len // at_end)
-    # fp8 products need multiples of 16 rows.
-    length = -(-at_end // 16) * 16 if job.dtype == "float8" else at_end
+    length = last_rows(job).seq_len
+    rows = max(1, resolve_micro_batch_size(job) * job.seq_len // length)
+    if job.dtype == "float8":  # products need multiples of 16 rows
+        length = -(-length // 16) * 16
     return apply_activation_checkpointing(
         model, job.activation_budget, length=length, rows=rows, replicas=job.replicas
     )
