@@ -71,6 +71,7 @@ def test_plan_ends_with_long_rows_where_they_are_possible() -> None:
         assert plan(**{"budget": "5m", **change}).job.long_ratio == 0
     assert plan(replace(MACHINE, device="cuda"), budget="1e14flops").job.long_ratio == 0
     assert plan(budget="5m", long_ratio=0.0).job.steps > made.job.steps
+    assert [plan(budget=budget).job.compile_long for budget in ("5m", "1h")] == [False, True]
     assert plan(steps=10, long_ratio=0.3).job.long_ratio == 0.3
     with pytest.raises(ConfigError, match=r"long_ratio is 0\.3 with plan\.data\.batch_size 4"):
         plan(steps=10, long_ratio=0.3, data={"batch_size": 4})

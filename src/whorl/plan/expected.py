@@ -114,9 +114,10 @@ def _row_and_time_lines(
         long, taken = last_rows(job), ""
         if timing is not None:
             taken = f": {timing.long_step_seconds * 1e3:.1f} in place of {timing.step_seconds * 1e3:.1f} ms"
+        how = "compiled" if job.compile and job.compile_long else "not compiled"
         lines.append(
             f"rows at the end: {long.batch_size} of {long.seq_len:,} tokens in the last "
-            f"{job.steps - first_long_step(job):,} steps, not compiled{taken}"
+            f"{job.steps - first_long_step(job):,} steps, {how}{taken}"
         )
     if timing is not None:
         mean = timing.mean_step_seconds(job.long_ratio)

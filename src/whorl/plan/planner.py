@@ -47,6 +47,7 @@ MIN_LONG_STEPS = 200  # of a run with long rows; 1,200 steps gain by them, and s
 MIN_STEPS = 20
 MIN_LADDER_STEPS = 400  # of a shape that is a candidate
 MIN_COMPILE_BUDGET = 120.0  # seconds; in a shorter run compiling takes longer than it saves
+MIN_COMPILE_LONG_BUDGET = 1200.0  # the same for steps with long rows: a tenth of the steps
 # For a network without query and key norms and with a small initial embedding. The default rates reach 3.75 nats after
 # 1,000 steps, these 2.90 (LOG.md).
 LLAMA_OPTIM = OptimConfig(lr_muon=0.01, lr_embedding=0.02)
@@ -158,6 +159,7 @@ def _build_job(
         rates, model = OptimConfig(), model.model_copy(update={"trained_length": config.data.seq_len})
         long_ratio = _choose_long_ratio(config, machine, replicas, steps)
     overrides = {} if config.optim is None else config.optim.model_dump(exclude_unset=True)
+    seconds = Budget.parse(config.budget).seconds if config.steps is None else None
     return Job(
         tokens="",
         model=model,
@@ -173,6 +175,7 @@ def _build_job(
         device=machine.device,
         dtype=_choose_dtype(config, machine),
         compile=compile,
+        compile_long=long_ratio > 0 and (seconds or 0.0) >= MIN_COMPILE_LONG_BUDGET,
         deterministic=config.deterministic,
     )
 
@@ -188,6 +191,7 @@ def _choose_long_ratio(config: PlanConfig, machine: Machine, replicas: int, step
         raise ConfigError(
             f"plan.long_ratio is {config.long_ratio:g} with plan.data.batch_size {config.data.batch_size}",
             expected=f"a batch size that {LONG_FACTOR} x {replicas} replicas divide: long rows are as many times fewer",
+            do="change the batch size, or set plan.long_ratio=0",
         )
     if config.long_ratio is not None:
         return config.long_ratio

@@ -87,6 +87,7 @@ class Job(BaseModel):
         default=None, description="rounding of weights stored in bf16; default: fp32 master weights"
     )
     compile: bool = True
+    compile_long: bool = Field(default=False, description="with `compile`: the steps with long rows, too")
     deterministic: bool = Field(default=False, description="no timing decides a bit (determinism.py)")
     spike_guard: SpikeGuardConfig = SpikeGuardConfig()
     serial_loader: bool = Field(default=False, description="fill batches in the training process itself")

@@ -18,11 +18,13 @@ from tests.support.train.pretraining import (
 )
 from tests.support.train.tiny import job
 
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.loader import TokenProducer
 from whorl.train.job import Job, first_long_step, identity, last_rows, row_shape
+from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.lm.decay_branches import branch_job, branch_state_folder, branch_step, export_branches
 from whorl.train.lm.objective import LMObjective
-from whorl.train.profiling.step_timer import time_steps
+from whorl.train.profiling.step_timer import random_batch, time_steps
 from whorl.train.resilience.provenance import documents_in_batch
 
 STEPS, SWITCH = 12, 9
@@ -46,6 +48,23 @@ def test_rows_at_the_end_are_longer_and_fewer(tokens: Path, tmp_path: Path, monk
     shapes.clear()
     train(long_job(tokens, micro_batch_size=4), tmp_path / "micro")  # as many tokens in each
     assert shapes == [(4, 32)] * 2 * SWITCH + [(1, 128)] * 2 * (STEPS - SWITCH)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_long_rows_are_compiled_on_request(tokens: Path, both: bool, monkeypatch: Any) -> None:
+    wanted = long_job(tokens, compile_long=both)
+    model = build_model(wanted)
+    (update,) = build_learner(model, wanted, allocate_shared(model, wanted), ProcessGroup()).updates
+    objective, shapes = update.objective, list[int]()
+    assert isinstance(objective, LMObjective)
+
+    def compiled(x: torch.Tensor, *rest: Any) -> Any:  # in the compiled function's place
+        shapes.append(x.shape[1])
+        return objective._loss(x, *rest)
+
+    monkeypatch.setattr(objective, "compiled_loss", compiled)
+    losses = [objective(random_batch(wanted, rows, 0, n)).total.item() for rows, n in ((8, 32), (2, 128))]
+    assert shapes == ([32, 128] if both else [32]) and all(loss > 0 for loss in losses)
 
 
 @pytest.mark.parametrize("stop", [5, SWITCH, 10])

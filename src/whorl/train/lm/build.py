@@ -64,7 +64,7 @@ def build_learner(
             z_loss=job.z_loss,
             compile=job.compile,
             chunk_tokens=kernels.chunk_tokens,
-            length=job.seq_len if job.long_ratio else None,
+            length=job.seq_len if job.long_ratio and not job.compile_long else None,
         ),
         treated,
         clip_norm=optim.clip_norm,

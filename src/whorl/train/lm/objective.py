@@ -88,7 +88,7 @@ class LMObjective:
     of their products depend on the routing.
 
     packed_shape: [rows, length] of the packed micro-batches to compile; others run uncompiled.
-    length: of the rows to compile, None for all. The longer ones at the end of a run are too few to pay for a compilation.
+    length: of the rows to compile, None for all. In a short run the longer ones at its end do not pay for a compilation.
     """
 
     def __init__(
