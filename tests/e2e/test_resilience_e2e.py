@@ -11,6 +11,8 @@ import pytest
 from tests.support.cli import output_of, refuse, start_whorl, weights
 from tests.support.e2e_recipe import MOE_RECIPE
 
+from whorl.machine.device_probe import cache_folder
+
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
 RUN = ("run", "small.toml", "--until", "pretrain")
 
@@ -24,7 +26,9 @@ def folder(code: Path, tmp_path: Path) -> Path:
 def test_deterministic_runs_are_bitwise_equal(folder: Path) -> None:
     found = []
     for name, threads in (("a", "1"), ("b", "2")):
-        # Separate stores, device measurements and thread counts.
+        # Separate stores, device measurements and thread counts; compiled libraries are shared.
+        (cache := folder / f"cache-{name}" / "whorl").mkdir(parents=True)
+        (cache / "native").symlink_to(cache_folder() / "native")
         environment = {"OMP_NUM_THREADS": threads, "XDG_CACHE_HOME": str(folder / f"cache-{name}")}
         words = (*RUN, "--set", "plan.steps=24", "--deterministic", "--store", name)
         output_of(*words, cwd=folder, env=os.environ | environment)

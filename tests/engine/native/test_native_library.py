@@ -220,6 +220,7 @@ def portable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return build.declare_signatures(ctypes.CDLL(str(file)))
 
 
+@pytest.mark.xdist_group("portable library")  # one worker compiles it
 @pytest.mark.parametrize("kind", BOUNDS)
 def test_portable_product_matches_rounded_weights(kind: str, portable: ctypes.CDLL) -> None:
     check_products(portable, kind, 130, 70, 32)
@@ -227,6 +228,7 @@ def test_portable_product_matches_rounded_weights(kind: str, portable: ctypes.CD
         check_tiles(portable, kind, 130, 70, 64)
 
 
+@pytest.mark.xdist_group("portable library")
 def test_portable_step_matches_forward(portable: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "library", lambda: portable)
     for shape in ("plain", "head_dim 20", "smear, norm"):
