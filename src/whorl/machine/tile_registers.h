@@ -2,14 +2,14 @@
 //
 // Tile registers need a permission of the kernel (Intel 64 and IA-32 Architectures Software Developer's Manual, vol. 1,
 // ch. 18; Linux Documentation/arch/x86/xstate.rst). Each thread requests it before its first tile; without it, the kernel
-// would kill the process there. WHORL_PLAIN, WHORL_VECTORS and WHORL_EMULATED compile without tiles.
+// would kill the process there. WHORL_PLAIN, WHORL_VECTORS, WHORL_EMULATED and WHORL_FP32 compile without tiles.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 #if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && !defined(WHORL_PLAIN) && \
-    !defined(WHORL_VECTORS) && !defined(WHORL_EMULATED)
+    !defined(WHORL_VECTORS) && !defined(WHORL_EMULATED) && !defined(WHORL_FP32)
 #define WHORL_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -12,7 +12,7 @@
 
 The gate and the up projection of a gated kind are one matrix, `up`, gate first: one product computes both.
 
-`choose_path` may select a C++ kernel of `relu2` for one shape, where the CPU multiplies bf16 (`nn/native/mlp.py`).
+`choose_path` may select a C++ kernel of `relu2` for one shape and type (`nn/native/mlp.py`).
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class MLP(nn.Module):
         return out
 
 
-def choose_path(rows: int, d: int, hidden: int) -> str:
-    """Time the paths of a `relu2` MLP without biases for bf16 [rows, d] on a CPU; `MLP` takes the fastest.
+def choose_path(rows: int, d: int, hidden: int, dtype: torch.dtype) -> str:
+    """Time the paths of a `relu2` MLP without biases for [rows, d] of bf16 or fp32 on a CPU; `MLP` takes the fastest.
 
     Call it before the step is compiled. Returns "torch" or "native".
     """
@@ -105,4 +105,4 @@ def choose_path(rows: int, d: int, hidden: int) -> str:
     def reference(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return F.linear(activate(F.linear(x, up.to(x.dtype)), "relu2"), down.to(x.dtype))
 
-    return native.choose_mlp(rows, d, hidden, reference)
+    return native.choose_mlp(rows, d, hidden, dtype, reference)

@@ -184,12 +184,15 @@ def start_native_builds(first: str, steps: Mapping[str, BaseModel]) -> None:
     """
     if first not in ("ingest", "curate", "tasks") or not {"plan", "pretrain"} & steps.keys():
         return
-    from whorl.engine.native.build import SOURCE  # these import torch, as the later steps do
+    import torch  # as the later steps do
+
+    from whorl.engine.native.build import SOURCE
     from whorl.machine.identity import cpu_identity
     from whorl.machine.native_build import start_builds
     from whorl.nn.native.library import sources
 
     has_bf16 = any("bf16" in flag for flag in cpu_identity().flags)
-    training = sources() if has_bf16 and not any(map(is_deterministic, steps.values())) else []
+    dtype = torch.bfloat16 if has_bf16 else torch.float32
+    training = [] if any(map(is_deterministic, steps.values())) else sources(dtype)
     # The engine's takes as long as all others together, so it is first.
     start_builds([*([(SOURCE, ())] if "pretrain" in steps else []), *training])

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.support.nn.checks import gen
-from tests.support.nn.native import VARIANTS, build_variant
+from tests.support.nn.native import VARIANTS, build_variant, dtype_of
 
 from whorl.errors import ConfigError
 from whorl.machine.forced_choices import FORCE
@@ -19,9 +19,11 @@ from whorl.nn.positions.rotary import Rotary
 
 
 @pytest.fixture(params=VARIANTS)
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     found = build_variant("causal_attention", request.param)
-    monkeypatch.setattr(native, "library", lambda: found)
+    monkeypatch.setattr(native, "library", lambda _dtype: found)
+    monkeypatch.setattr(native, "_chosen", {})
+    return dtype_of(request.param)
 
 
 def relative_error(found: torch.Tensor, want: torch.Tensor) -> float:
@@ -42,10 +44,10 @@ def relative_error(found: torch.Tensor, want: torch.Tensor) -> float:
     ids=str,
 )
 def test_native_attention_matches_definition(
-    library: None, shape: tuple[int, int, int, int], documents: list[int], threads: int
+    dtype: torch.dtype, shape: tuple[int, int, int, int], documents: list[int], threads: int
 ) -> None:
     batch, heads, length, d = shape
-    numbers = torch.randn(4, batch, length, heads, d, generator=gen(1)).bfloat16().transpose(2, 3)
+    numbers = torch.randn(4, batch, length, heads, d, generator=gen(1)).to(dtype).transpose(2, 3)
     q, k, v = (t.detach().requires_grad_() for t in (numbers[0] * d**-0.5, *numbers[1:3]))
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     allowed = torch.ones(length, length, dtype=torch.bool).tril()
@@ -64,16 +66,16 @@ def test_native_attention_matches_definition(
         out.backward(numbers[3])
     finally:
         torch.set_num_threads(before)
-    assert relative_error(out.detach(), want.detach()) < 0.004
+    errors = (0.004, 0.012) if dtype == torch.bfloat16 else (1e-5, 1e-5)
+    assert relative_error(out.detach(), want.detach()) < errors[0]
     for tensor, expected in zip((q, k, v), exact, strict=True):
         assert tensor.grad is not None and expected.grad is not None
-        assert relative_error(tensor.grad, expected.grad) < 0.012
+        assert relative_error(tensor.grad, expected.grad) < errors[1]
 
 
-def test_attention_takes_the_selected_path(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_takes_the_selected_path(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (1, 2, 40, 32)
-    q = torch.randn(shape, generator=gen(2)).bfloat16().requires_grad_()
-    monkeypatch.setattr(native, "_chosen", {})
+    q = torch.randn(shape, generator=gen(2)).to(dtype).requires_grad_()
     calls: list[torch.Tensor | None] = []
     monkeypatch.setattr(native, "causal_attention", lambda q, k, v, s: calls.append(s) or q)
     packed = torch.zeros(1, 40, dtype=torch.long)
@@ -82,23 +84,24 @@ def test_attention_takes_the_selected_path(library: None, monkeypatch: pytest.Mo
         ("native", packed, [packed]),
         ("blocked", None, []),
     ):
-        native.select(shape, forced == "native")
+        native.select(shape, dtype, forced == "native")
         calls.clear()
         causal.causal_attention(q, q, q, segments)
         assert calls == expected
 
 
-def test_path_is_never_native_in_deterministic_mode(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_chosen", {})
+def test_path_is_never_native_in_deterministic_mode(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(FORCE, "attention=native")
-    assert causal.choose_path(1, 1, 33, 32) == "native"
+    assert causal.choose_path(1, 1, 33, 32, dtype) == "native"
     monkeypatch.delenv(FORCE)
     torch.use_deterministic_algorithms(True)
     try:
-        assert causal.choose_path(1, 1, 33, 32) == "blocked"
+        assert causal.choose_path(1, 1, 33, 32, dtype) == "blocked"
     finally:
         torch.use_deterministic_algorithms(False)
-    q = torch.zeros(1, 1, 33, 32, dtype=torch.bfloat16)
+    q = torch.zeros(1, 1, 33, 32, dtype=dtype)
     assert not native.is_chosen(q, q, q)
 
 
@@ -107,10 +110,10 @@ def test_native_attention_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     native_library.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="no-such-compiler"):
-            assert not native.supports(64)
+            assert not native.supports(64, torch.float32)
         monkeypatch.setenv(FORCE, "attention=native")
         with pytest.raises(ConfigError, match="native"):
-            causal.choose_path(1, 1, 34, 32)
+            causal.choose_path(1, 1, 34, 32, torch.float32)
     finally:
         native_library.cache_clear()
 
@@ -125,10 +128,10 @@ def test_native_attention_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_rotary_attention_matches_layer(
-    library: None, batch: int, length: int, d: int, documents: list[int], threads: int
+    dtype: torch.dtype, batch: int, length: int, d: int, documents: list[int], threads: int
 ) -> None:
-    def layer(dtype: torch.dtype) -> tuple[MultiHeadAttention, tuple[torch.Tensor, torch.Tensor]]:
-        rotary = Rotary(d, 10_000.0, dtype)
+    def layer(kind: torch.dtype) -> tuple[MultiHeadAttention, tuple[torch.Tensor, torch.Tensor]]:
+        rotary = Rotary(d, 10_000.0, kind)
         made = MultiHeadAttention(
             2 * d, 2, head_dim=d, rotary=rotary, qk_norm=1e-6, scale="learned", smear=True, projections="fused",
             backend="blocked", generator=gen(1),
@@ -139,7 +142,7 @@ def test_rotary_attention_matches_layer(
             made.temperature *= 0.2  # with large scores, the error of bf16 hides others
         return made, rotary.tables_between(0, length, torch.device("cpu"))
 
-    x = torch.randn(batch, length, 2 * d, generator=gen(3)).bfloat16()
+    x = torch.randn(batch, length, 2 * d, generator=gen(3)).to(dtype)
     d_y = torch.randn(x.shape, generator=gen(4))
     segments = None
     if documents:
@@ -147,15 +150,16 @@ def test_rotary_attention_matches_layer(
         segments = torch.stack([torch.searchsorted(end, torch.arange(length), right=True) for end in ends])
     found = {}
     threads_before = torch.get_num_threads()
-    for way, dtype in (("exact", torch.float32), ("torch", torch.bfloat16), ("native", torch.bfloat16)):
-        attention, tables = layer(dtype)
-        inputs = x.detach().to(dtype).requires_grad_()
-        native.select((batch, 2, length, d), way != "torch")
+    exact = torch.float32 if dtype == torch.bfloat16 else torch.float64
+    for way, kind in (("exact", exact), ("torch", dtype), ("native", dtype)):
+        attention, tables = layer(kind)
+        inputs = x.detach().to(kind).requires_grad_()
+        native.select((batch, 2, length, d), dtype, way != "torch")
         torch.set_num_threads(threads)
         try:
             with mock.patch.object(native, "rotary_forward", wraps=native.rotary_forward) as kernel:
                 y = attention(inputs, tables, segments)
-            y.backward(d_y.to(dtype))
+            y.backward(d_y.to(kind))
             assert kernel.called == (way == "native")
         finally:
             torch.set_num_threads(threads_before)
@@ -167,4 +171,5 @@ def test_rotary_attention_matches_layer(
             way: relative_error(found[way][name].detach(), want.detach().double())
             for way in ("torch", "native")
         }
-        assert errors["native"] < 1.5 * errors["torch"] + 0.005, name
+        margin = 0.005 if dtype == torch.bfloat16 else 3e-5  # the exponential has a relative error of 3e-6
+        assert errors["native"] < 1.5 * errors["torch"] + margin, name

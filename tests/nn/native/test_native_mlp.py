@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.nn.checks import gen
-from tests.support.nn.native import VARIANTS, build_variant
+from tests.support.nn.native import VARIANTS, build_variant, dtype_of
 
 from whorl.machine.forced_choices import FORCE
 from whorl.nn import mlp
@@ -13,10 +13,11 @@ from whorl.nn.native import mlp as native
 
 
 @pytest.fixture(params=VARIANTS)
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     found = build_variant("mlp", request.param)
-    monkeypatch.setattr(native, "library", lambda: found)
+    monkeypatch.setattr(native, "library", lambda _dtype: found)
     monkeypatch.setattr(native, "_chosen", {})
+    return dtype_of(request.param)
 
 
 def layer(d: int, hidden: int, bias: bool = False) -> mlp.MLP:
@@ -30,36 +31,37 @@ def layer(d: int, hidden: int, bias: bool = False) -> mlp.MLP:
     [(32, 32, 32), (96, 64, 160), (160, 96, 32), (544, 1024, 32)],  # the last has several sections of rows
     ids=str,
 )
-def test_native_mlp_matches_definition(library: None, rows: int, d: int, hidden: int) -> None:
-    x, d_y = torch.randn(2, 2, rows // 2, d, generator=gen(3)).bfloat16()
+def test_native_mlp_matches_definition(dtype: torch.dtype, rows: int, d: int, hidden: int) -> None:
+    x, d_y = torch.randn(2, 2, rows // 2, d, generator=gen(3)).to(dtype)
     made = layer(d, hidden)
     inputs = (x.requires_grad_(), made.up.weight, made.down.weight)
     exact = [t.detach().double().requires_grad_() for t in inputs]
     want = (exact[0] @ exact[1].mT).relu().square() @ exact[2].mT
     expected = (want, *torch.autograd.grad(want, exact, d_y.double()))
-    native._chosen[rows, d, hidden] = True
+    native._chosen[dtype, rows, d, hidden] = True
     found = made(x)
+    error = 0.008 if dtype == torch.bfloat16 else 1e-5
     for tensor, exactly in zip((found, *torch.autograd.grad(found, inputs, d_y)), expected, strict=True):
-        assert float((tensor.double() - exactly).detach().norm() / exactly.detach().norm()) < 0.008
+        assert float((tensor.double() - exactly).detach().norm() / exactly.detach().norm()) < error
         assert tensor.shape == exactly.shape
 
 
-def test_mlp_takes_the_selected_path(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlp_takes_the_selected_path(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    x, made = torch.zeros(32, 64).bfloat16(), layer(64, 32)
+    x, made = torch.zeros(32, 64, dtype=dtype), layer(64, 32)
     threads = torch.get_num_threads()
     try:
         for count, way, expected in ((1, "native", [32]), (1, "torch", []), (2, "torch", [])):
             torch.set_num_threads(count)
             monkeypatch.setenv(FORCE, f"mlp={way}")
-            assert mlp.choose_path(32, 64, 32) == way
+            assert mlp.choose_path(32, 64, 32, dtype) == way
             calls.clear()
             with monkeypatch.context() as patch:
                 patch.setattr(native, "mlp", lambda x, _up, _down: calls.append(len(x)) or x)
                 for network, rows in (
                     (made, x),
                     (layer(64, 32, bias=True), x),
-                    (made, x.float()),
+                    (made, x.double()),
                     (made, x[:31]),
                 ):
                     network(rows)
@@ -70,12 +72,12 @@ def test_mlp_takes_the_selected_path(library: None, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("rows", "d", "threads"), [(33, 64, 1), (32, 1 << 18, 1), (32, 64, 2)])
 def test_unsupported_shapes_are_left_to_torch(
-    library: None, rows: int, d: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rows: int, d: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "fastest", lambda name, candidates, **_: ",".join(candidates))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert mlp.choose_path(rows, d, 32) == "torch"
+        assert mlp.choose_path(rows, d, 32, dtype) == "torch"
     finally:
         torch.set_num_threads(before)

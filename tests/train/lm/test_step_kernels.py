@@ -41,18 +41,19 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_bf16_job_times_its_shapes(timed: list[str]) -> None:
-    wanted = job(Path("unused"), dtype="bfloat16", batch_size=8, micro_batch_size=2)
+@pytest.mark.parametrize(("dtype", "short"), [("bfloat16", "bf16"), ("float32", "fp32")])
+def test_job_times_its_shapes(timed: list[str], dtype: str, short: str) -> None:
+    wanted = job(Path("unused"), dtype=dtype, batch_size=8, micro_batch_size=2)
     model = build_model(wanted)
     chosen = choose_kernels(model, wanted)
     mixer = model.layer_mixers()[0]
     vocabulary, width = model.head_weight.shape
-    assert timed[0] == f"attention 2x{mixer.n_heads}x32x{mixer.head_dim} bf16"
+    assert timed[0] == f"attention 2x{mixer.n_heads}x32x{mixer.head_dim} {short}"
     expected = ["attention", "mlp", "linear", "cross_entropy", "head", "update", "adamw"]
     assert list(dict.fromkeys(name.split()[0] for name in timed)) == expected
-    assert f"linear 64x{mixer.n_heads * mixer.head_dim}x{width} bf16" in timed
-    assert timed[1] == f"mlp 64x{width}x{wanted.model.mlp_hidden} bf16"
-    assert any(name.startswith(f"head 64x{width}x{vocabulary} bf16") for name in timed)
+    assert f"linear 64x{mixer.n_heads * mixer.head_dim}x{width} {short}" in timed
+    assert timed[1] == f"mlp 64x{width}x{wanted.model.mlp_hidden} {short}"
+    assert any(name.startswith(f"head 64x{width}x{vocabulary} {short}") for name in timed)
     assert chosen.chunk_tokens and chosen.fused_adamw is True
 
 
@@ -62,14 +63,14 @@ def test_forced_fused_adamw_is_not_timed(timed: list[str]) -> None:
     assert not any(name.startswith("adamw") for name in timed)
 
 
-def test_fp32_job_times_nothing(timed: list[str]) -> None:
-    wanted = job(Path("unused"))
+def test_fp16_job_times_nothing(timed: list[str]) -> None:
+    wanted = job(Path("unused"), dtype="float16")
     assert choose_kernels(build_model(wanted), wanted) == Kernels() and not timed
 
 
-def test_fp32_job_refuses_forced_kernels() -> None:
-    wanted = job(Path("unused"))
-    with force_choices({"mlp": "native"}), pytest.raises(ConfigError, match=r"mlp(.|\n)*float32 on cpu"):
+def test_fp16_job_refuses_forced_kernels() -> None:
+    wanted = job(Path("unused"), dtype="float16")
+    with force_choices({"mlp": "native"}), pytest.raises(ConfigError, match=r"mlp(.|\n)*float16 on cpu"):
         choose_kernels(build_model(wanted), wanted)
 
 

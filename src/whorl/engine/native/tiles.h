@@ -156,7 +156,10 @@ INLINE void tile_float32(const Matrix& w, const char* block, const Rows& x, int6
     for (int64_t k = 0; k < padded(w); k++, weights += BLOCK) {
         ahead.next<P>();
         Lanes wide[P];
-        UNROLL for (int p = 0; p < P; p++) wide[p] = load_lanes(weights + p * WIDTH);
+        UNROLL for (int p = 0; p < P; p++) {
+            wide[p] = load_lanes(weights + p * WIDTH);
+            if (M > 1 && M < TILE) keep_in_registers(wide[p]);  // in the largest tile the compiler does it
+        }
         UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int p = 0; p < P; p++) acc[m][p] += wide[p] * rows[m][k];
     }

@@ -5,7 +5,7 @@ short rows, batched products over blocks of queries are 3 times as fast (bench/n
 the compute type, and the softmax sums them in fp32. In bf16 a score of 64 is rounded by up to 0.25, which the
 definition would keep. `causal_attention_reference` is the definition.
 
-`choose_path` may select a C++ kernel for one shape, where the CPU multiplies bf16 (`nn/native/attention.py`).
+`choose_path` may select a C++ kernel for one shape and type (`nn/native/attention.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from whorl.machine.kernel_choice import fastest
 from whorl.nn.attention.mask import Mask
 from whorl.nn.kernels import dispatch
 from whorl.nn.native import attention as native
+from whorl.nn.native.library import short_name
 
 QUERY_BLOCK = 256  # queries per block; 128 skips more masked products, but ran 20 % slower
 
@@ -118,28 +119,34 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor
     return out.view(batch, heads, length, v.shape[-1])
 
 
-def choose_path(batch: int, heads: int, length: int, head_dim: int) -> str:
-    """Time the paths of bf16 attention on a CPU for one shape, forward and backward; `causal_attention` takes the fastest.
+def choose_path(batch: int, heads: int, length: int, head_dim: int, dtype: torch.dtype) -> str:
+    """Time the paths of attention on a CPU for one shape, forward and backward; `causal_attention` takes the fastest.
 
-    Call it before the step is compiled. Returns "blocked" or "native".
+    dtype: bf16 or fp32. Call it before the step is compiled. Returns "blocked" or "native".
     """
     shape = (batch, heads, length, head_dim)
-    candidates = {"blocked": lambda: _forward_and_backward(lambda q, k, v: _blocked(q, k, v, None), shape)}
-    if native.supports(head_dim):
-        candidates["native"] = lambda: _forward_and_backward(native.causal_attention, shape)
+
+    def run(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], None]:
+        return lambda: _forward_and_backward(attention, shape, dtype)
+
+    candidates = {"blocked": run(lambda q, k, v: _blocked(q, k, v, None))}
+    if native.supports(head_dim, dtype):
+        candidates["native"] = run(native.causal_attention)
     flops = 7.0 * batch * heads * length * length * head_dim  # 7 products of half of the pairs
-    name = f"attention {batch}x{heads}x{length}x{head_dim} bf16"
+    name = f"attention {batch}x{heads}x{length}x{head_dim} {short_name(dtype)}"
     chosen = fastest(name, candidates, flops=flops)
-    native.select(shape, chosen == "native")
+    native.select(shape, dtype, chosen == "native")
     return chosen
 
 
 def _forward_and_backward(
-    attention: Callable[[Tensor, Tensor, Tensor], Tensor], shape: tuple[int, int, int, int]
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor],
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
 ) -> None:
     batch, heads, length, head_dim = shape
     # Not random: a measurement must not change the state of any generator.
-    values = torch.arange(batch * length * heads * head_dim).remainder(97).sub(48).div(48).bfloat16()
+    values = torch.arange(batch * length * heads * head_dim).remainder(97).sub(48).div(48).to(dtype)
     q, k, v = (
         values.view(batch, length, heads, head_dim).transpose(1, 2).detach().requires_grad_() for _ in "qkv"
     )

@@ -1,12 +1,12 @@
-"""Causal attention in C++ for bf16 (`causal_attention.cpp`), with gradients.
+"""Causal attention in C++ for bf16 and fp32 (`causal_attention.cpp`), with gradients.
 
 `causal_attention` takes queries, keys and values. `rotary_attention` takes projections, and also does what a layer does
 between the two: smear, QK-norm, temperature and rotation, which took longer as compiled kernels than the scores do.
 
 torch multiplies the small matrices of attention at a third of its speed for large ones, and copies operands that are not
 contiguous. This kernel leaves out masked blocks, keeps the scores in cache, and stores one number per query for the
-backward instead of all probabilities. The scores and the softmax are fp32; probabilities are rounded to bf16 before
-they are multiplied.
+backward instead of all probabilities. The scores and the softmax are fp32; in bf16, probabilities are rounded before they
+are multiplied.
 
 `nn/attention/causal.py` times it for one shape, before a step is compiled. Under torch's deterministic algorithms it is
 never used.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from whorl.nn.native.library import product_library
+from whorl.nn.native.library import is_supported, product_library
 
 if TYPE_CHECKING:
     from whorl.nn.attention.multi_head import MultiHeadAttention
@@ -28,22 +28,24 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 256
 
-_chosen: dict[tuple[int, ...], bool] = {}  # [B, H, T, d] -> whether the kernel was the fastest
+_chosen: dict[
+    tuple[torch.dtype, tuple[int, ...]], bool
+] = {}  # type and [B, H, T, d] -> whether it was the fastest
 
 
-def library() -> ctypes.CDLL | None:
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Return the compiled kernel, or None, as `product_library`."""
-    return product_library("causal_attention")
+    return product_library("causal_attention", dtype)
 
 
-def supports(head_dim: int) -> bool:
+def supports(head_dim: int, dtype: torch.dtype) -> bool:
     """Return whether the kernel runs here with heads of this width."""
-    return head_dim % 32 == 0 and head_dim <= MAX_HEAD_DIM and library() is not None
+    return head_dim % 32 == 0 and head_dim <= MAX_HEAD_DIM and library(dtype) is not None
 
 
-def select(shape: tuple[int, int, int, int], use: bool) -> None:
-    """Set whether attention of this shape [B, H, T, d] runs here."""
-    _chosen[shape] = use
+def select(shape: tuple[int, int, int, int], dtype: torch.dtype, use: bool) -> None:
+    """Set whether attention of this shape [B, H, T, d] and type runs here."""
+    _chosen[dtype, shape] = use
 
 
 def is_chosen(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -52,11 +54,11 @@ def is_chosen(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _is_chosen(x: Tensor, shape: tuple[int, ...]) -> bool:
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _chosen.get(shape, False)
+    return is_supported(x) and _chosen.get((x.dtype, shape), False)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
-    """Return softmax(q k^T) v over keys that are not after the query, [B, H, T, d] in bf16; q is already scaled.
+    """Return softmax(q k^T) v over keys that are not after the query, [B, H, T, d]; q is already scaled.
 
     segments: [B, T], the document of each position, each document in one piece; None where a row is one document.
 
@@ -270,7 +272,7 @@ def _call(
     sizes, first = matrices[0].shape, None if starts is None else starts.contiguous()
     before = [t.contiguous() for t in prologue]
     stride = before[2].stride(0) if before and before[2].dim() == 4 else 0  # of tables by row
-    function = getattr(library(), name)
+    function = getattr(library(matrices[0].dtype), name)
     failed = function(
         (ctypes.c_int64 * len(numbers))(*numbers),
         ctypes.c_void_p(log_sum.data_ptr()),

@@ -1,5 +1,5 @@
-// Causal attention in bf16 with fp32 sums: forward, and backward from the log-sum of each row (FlashAttention, Dao et al.
-// 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691). Products: tiles.h.
+// Causal attention in bf16 or fp32 (WHORL_FP32), with fp32 sums: forward, and backward from the log-sum of each row
+// (FlashAttention, Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691). Products: tiles.h.
 //
 //     S = Q K^T (j <= i),  P = exp(S - lse),  O = P V
 //     dV = P^T dO,  dS = P * (dO V^T - rowsum(dO * O)),  dQ = dS K,  dK = dS^T Q
@@ -22,13 +22,13 @@
 constexpr int64_t GROUP = 4;            // blocks of keys whose dS^T is kept
 constexpr int64_t MAX_D = 256;
 constexpr float MASKED = 1e30f;         // log-sum of a query that does not exist: its probabilities are 0
-static const floats LEAST = floats{} - MASKED;
+static const Lanes LEAST = all(-MASKED);
 
 struct Matrix {  // [rows][heads][length][d]: numbers between rows, heads and positions
-    bf16* data;
+    number* data;
     int64_t strides[3];
-    bf16* head(int64_t row, int64_t head) const { return data + row * strides[0] + head * strides[1]; }
-    bf16* at(int64_t row, int64_t head, int64_t t) const { return this->head(row, head) + t * strides[2]; }
+    number* head(int64_t row, int64_t head) const { return data + row * strides[0] + head * strides[1]; }
+    number* at(int64_t row, int64_t head, int64_t t) const { return this->head(row, head) + t * strides[2]; }
 };
 
 struct Sizes {
@@ -47,40 +47,40 @@ struct Sizes {
 
 // Rows of one head, `stride` numbers apart: these themselves, or a copy that is padded with 0 to whole blocks, [blocks * 32][d].
 struct Rows {
-    const bf16* data;
+    const number* data;
     int64_t stride;
-    Rows(const bf16* from, int64_t stride) : data(from), stride(stride) {}
-    Rows(const bf16* from, int64_t stride, const Sizes& z, bf16* copy) : Rows(from, stride) {
+    Rows(const number* from, int64_t stride) : data(from), stride(stride) {}
+    Rows(const number* from, int64_t stride, const Sizes& z, number* copy) : Rows(from, stride) {
         if (z.length % BLOCK == 0) return;
-        for (int64_t t = 0; t < z.length; t++) memcpy(copy + t * z.d, from + t * stride, z.d * sizeof(bf16));
-        memset(copy + z.length * z.d, 0, (z.blocks() * BLOCK - z.length) * z.d * sizeof(bf16));
+        for (int64_t t = 0; t < z.length; t++) memcpy(copy + t * z.d, from + t * stride, z.d * sizeof(number));
+        memset(copy + z.length * z.d, 0, (z.blocks() * BLOCK - z.length) * z.d * sizeof(number));
         data = copy;
         this->stride = z.d;
     }
-    const bf16* at(int64_t t) const { return data + t * stride; }
+    const number* at(int64_t t) const { return data + t * stride; }
 };
 
 // The layer's operations on a query or key x before the scores:  m = x + share (x before - x),  u = m / rms(m),  y = rotate(factor u).
 // Queries have share 0, keys factor 1. The other half of a head's features makes the pairs, and `sin` has the signs.
 struct Prologue {
     const float *temperature, *share;  // [heads]: factor of queries, share of keys; null: there is no prologue
-    const bf16 *cos, *sin;             // [rows][length][d]
+    const number *cos, *sin;           // [rows][length][d]
     int64_t stride;                    // numbers between rows of the tables
     float eps;
 
     // m [d]; returns 1 / rms(m). before: null where there is no predecessor.
-    float mix(const bf16* x, const bf16* before, float part, int64_t d, float* m) const {
-        floats total = {};
+    float mix(const number* x, const number* before, float part, int64_t d, float* m) const {
+        Lanes total = {};
         for (int64_t c = 0; c < d; c += SIDE) {
-            floats v = load(x + c);
+            Lanes v = load(x + c);
             if (before) v += part * (load(before + c) - v);
             total += v * v;
             store(m + c, v);
         }
-        return 1.0f / sqrtf(sum(total) / float(d) + eps);
+        return 1.0f / sqrtf(sum_lanes(total) / float(d) + eps);
     }
 
-    void rotate(const float* m, float factor, int64_t at, int64_t d, bf16* y) const {
+    void rotate(const float* m, float factor, int64_t at, int64_t d, number* y) const {
         for (int64_t c = 0; c < d; c += SIDE) {
             const int64_t other = c < d / 2 ? c + d / 2 : c - d / 2;
             store(y + c, (load(m + c) * load(cos + at + c) + load(m + other) * load(sin + at + c)) * factor);
@@ -89,47 +89,41 @@ struct Prologue {
 
     // Overwrites the gradient of y with that of m, and returns the gradient of the factor.
     float gradient(const float* m, float scale, float factor, int64_t at, int64_t d, float* dy) const {
-        floats turned[16], total = {};
+        Lanes turned[16], total = {};
         for (int64_t c = 0; c < d; c += SIDE) {
             const int64_t other = c < d / 2 ? c + d / 2 : c - d / 2;
             turned[c / SIDE] = load(dy + c) * load(cos + at + c) + load(dy + other) * load(sin + at + other);
             total += turned[c / SIDE] * load(m + c);
         }
-        const float of_factor = sum(total) * scale, mean = of_factor * scale / float(d);
+        const float of_factor = sum_lanes(total) * scale, mean = of_factor * scale / float(d);
         for (int64_t c = 0; c < d; c += SIDE) store(dy + c, (turned[c / SIDE] - load(m + c) * mean) * (scale * factor));
         return of_factor;
     }
 
     // Queries or keys of a head, padded with 0 to whole blocks, [blocks * 32][d]. starts: null for queries.
-    void apply(const Rows& rows, const Sizes& z, int64_t row, float factor, float part, const int32_t* starts, bf16* to) const {
+    void apply(const Rows& rows, const Sizes& z, int64_t row, float factor, float part, const int32_t* starts, number* to) const {
         float m[MAX_D];
         for (int64_t t = 0; t < z.length; t++) {
             const float scale = mix(rows.at(t), starts && t > starts[t] ? rows.at(t - 1) : nullptr, part, z.d, m);
             rotate(m, scale * factor, row * stride + t * z.d, z.d, to + t * z.d);
         }
-        memset(to + z.length * z.d, 0, (z.blocks() * BLOCK - z.length) * z.d * sizeof(bf16));
+        memset(to + z.length * z.d, 0, (z.blocks() * BLOCK - z.length) * z.d * sizeof(number));
     }
 };
 
 // X^T as a right operand [d][length]: 16 positions by 32 features a tile, in the order [position / 16][feature / 32].
-static void pack_transposed(const Rows& rows, const Sizes& z, bf16* to) {
+static void pack_transposed(const Rows& rows, const Sizes& z, number* to) {
     for (int64_t n = 0; n < z.blocks() * 2; n++)
-        for (int64_t k = 0; k < z.d / DEPTH; k++, to += TILE)
-            transpose((const pair*)(rows.at(n * SIDE) + k * DEPTH), rows.stride / 2, (pair*)to, SIDE);
+        for (int64_t k = 0; k < z.d / DEPTH; k++, to += TILE) turn_right(rows.at(n * SIDE) + k * DEPTH, rows.stride, to);
 }
 
-// X as a right operand [length][d]: pairs of positions by 16 features, in the order [feature / 16][position / 32]. With
+// X as a right operand [length][d]: 32 positions by 16 features a tile, in the order [feature / 16][position / 32]. With
 // `turned`, X^T as a left operand [d][length]: 16 features by 32 positions, in the same order.
-static void pack(const Rows& rows, const Sizes& z, bf16* to, bool turned) {
-    alignas(64) pair tile[SIDE * SIDE];
+static void pack(const Rows& rows, const Sizes& z, number* to, bool turned) {
     for (int64_t n = 0; n < z.d / SIDE; n++)
         for (int64_t k = 0; k < z.blocks(); k++, to += TILE) {
-            pair* into = turned ? tile : (pair*)to;
-            for (int64_t p = 0; p < SIDE; p++) {
-                const bf16 *low = rows.at(k * DEPTH + 2 * p) + n * SIDE, *high = low + rows.stride;
-                join(low, high, into + p * SIDE);
-            }
-            if (turned) transpose(tile, SIDE, (pair*)to, SIDE);
+            const number* from = rows.at(k * DEPTH) + n * SIDE;
+            turned ? turn_left(from, rows.stride, to) : copy_right(from, rows.stride, to);
         }
 }
 
@@ -137,9 +131,9 @@ static void pack(const Rows& rows, const Sizes& z, bf16* to, bool turned) {
 struct Projected {
     Rows queries, keys;
     Projected(const Matrix& q, const Matrix& k, const Prologue& prologue, const Sizes& z, int64_t row, int64_t head,
-              const int32_t* starts, bf16* buffers)
+              const int32_t* starts, number* buffers)
         : queries(q.head(row, head), q.strides[2]), keys(k.head(row, head), k.strides[2]) {
-        bf16 *to_q = buffers, *to_k = buffers + z.blocks() * BLOCK * z.d;
+        number *to_q = buffers, *to_k = buffers + z.blocks() * BLOCK * z.d;
         if (!prologue.share) {
             queries = Rows(queries.data, queries.stride, z, to_q);
             keys = Rows(keys.data, keys.stride, z, to_k);
@@ -153,17 +147,15 @@ struct Projected {
 };
 
 // Numbers c of queries 0 .. 15, for c < 16, as columns: rows of queries, of which there are `n`.
-static void write_turned(const float* from, int64_t stride, int64_t n, bf16* to, int64_t to_stride) {
+static void write_turned(const float* from, int64_t stride, int64_t n, number* to, int64_t to_stride) {
     alignas(64) float tile[SIDE * SIDE];
     transpose((const pair*)from, stride, (pair*)tile, SIDE);
     for (int64_t r = 0; r < n; r++) store(to + r * to_stride, load(tile + r * SIDE));
 }
 
 // Whether queries t .. t + 15 see a key.
-static inline ints seen(int64_t key, int64_t t, const int32_t* starts) {
-    ints from;
-    memcpy(&from, starts + t, sizeof from);
-    return (LANE + int32_t(t) >= int32_t(key)) & (from <= int32_t(key));
+static inline Ints seen(int64_t key, int64_t t, const int32_t* starts) {
+    return (lane_numbers() + int32_t(t) >= int32_t(key)) & (all_ints(int32_t(key)) >= load<Ints>(starts + t));
 }
 
 struct Forward {
@@ -174,24 +166,24 @@ struct Forward {
 
     size_t bytes() const {
         const size_t n = z.blocks() * BLOCK;
-        return 5 * n * z.d * sizeof(bf16) + n * BLOCK * 6 + 4 * n + 4 * AREA + 1024;
+        return (5 * z.d + BLOCK) * n * sizeof(number) + 4 * n * BLOCK + 4 * n + 4 * AREA + 1024;
     }
 
     void head(int64_t row, int64_t head, Scratch& scratch) const {
         const int64_t n = z.blocks() * BLOCK, d = z.d;
         int32_t* starts = scratch.take<int32_t>(n);
         z.copy_starts(row, starts);
-        const Projected projected(q, k, prologue, z, row, head, starts, scratch.take<bf16>(2 * n * d));
+        const Projected projected(q, k, prologue, z, row, head, starts, scratch.take<number>(2 * n * d));
         const Rows &queries = projected.queries, &keys = projected.keys;
-        const Rows values(v.head(row, head), v.strides[2], z, scratch.take<bf16>(n * d));
-        bf16 *right_queries = scratch.take<bf16>(n * d), *turned_values = scratch.take<bf16>(n * d);
+        const Rows values(v.head(row, head), v.strides[2], z, scratch.take<number>(n * d));
+        number *right_queries = scratch.take<number>(n * d), *turned_values = scratch.take<number>(n * d);
         float *scores = scratch.take<float>(BLOCK * n), *sums = scratch.take<float>(AREA);
-        bf16* p = scratch.take<bf16>(BLOCK * n);
+        number* p = scratch.take<number>(BLOCK * n);
         pack_transposed(queries, z, right_queries);
         pack(values, z, turned_values, true);
         for (int64_t i = 0; i < z.blocks(); i++) {
             const int64_t first = i * BLOCK, j0 = starts[first] / BLOCK, steps = i + 1 - j0;  // blocks that a query sees
-            floats most[2] = {LEAST, LEAST}, total[2] = {}, factor[2];
+            Lanes most[2] = {LEAST, LEAST}, total[2] = {}, factor[2];
             for (int64_t j = j0; j <= i; j++) {
                 float* s = scores + (j - j0) * AREA;
                 multiply(keys.at(j * BLOCK), keys.stride, DEPTH, SIDE * keys.stride, right_queries + first * d, SIDE * d, d / DEPTH,
@@ -199,19 +191,19 @@ struct Forward {
                 const bool all = j < i && !z.starts;
                 for (int64_t r = 0; r < BLOCK; r++)
                     for (int64_t h = 0; h < 2; h++) {
-                        floats x = load(s + r * BLOCK + h * SIDE);
-                        if (!all) store(s + r * BLOCK + h * SIDE, x = seen(j * BLOCK + r, first + h * SIDE, starts) ? x : LEAST);
-                        most[h] = maximum(most[h], x);
+                        Lanes x = load(s + r * BLOCK + h * SIDE);
+                        if (!all) store(s + r * BLOCK + h * SIDE, x = choose(seen(j * BLOCK + r, first + h * SIDE, starts), x, LEAST));
+                        most[h] = max_lanes(most[h], x);
                     }
             }
             for (int64_t h = 0; h < 2; h++)
                 for (int64_t j = 0; j < steps; j++) {
                     const float* s = scores + j * AREA + h * SIDE;
                     for (int64_t r = 0; r < BLOCK; r += 2) {
-                        const floats low = exponential(load(s + r * BLOCK) - most[h]);
-                        const floats high = exponential(load(s + (r + 1) * BLOCK) - most[h]);
+                        const Lanes low = exponential(load(s + r * BLOCK) - most[h]);
+                        const Lanes high = exponential(load(s + (r + 1) * BLOCK) - most[h]);
                         total[h] += low + high;
-                        store_pairs((pair*)(p + (h * steps + j) * TILE) + r / 2 * SIDE, low, high);
+                        put_rows(p + (h * steps + j) * TILE, r, low, high);
                     }
                 }
             const int64_t n_rows = z.length - first < BLOCK ? z.length - first : BLOCK;
@@ -239,7 +231,7 @@ struct Backward {
 
     size_t bytes() const {
         const size_t n = z.blocks() * BLOCK;
-        const size_t matrices = 9 * n * z.d * sizeof(bf16) + 4 * z.d * n + n * (8 + BLOCK * 4 + GROUP * BLOCK * 2);
+        const size_t matrices = (9 * z.d + 2 * BLOCK + GROUP * BLOCK) * n * sizeof(number) + 4 * z.d * n + 8 * n;
         return matrices + 4 * BLOCK * z.d + 4 * n + 8 * AREA + 2048;
     }
 
@@ -247,17 +239,17 @@ struct Backward {
         const int64_t n = z.blocks() * BLOCK, d = z.d, blocks = z.blocks();
         int32_t* starts = scratch.take<int32_t>(n);
         z.copy_starts(row, starts);
-        const Projected projected(q, k, prologue, z, row, head, starts, scratch.take<bf16>(2 * n * d));
+        const Projected projected(q, k, prologue, z, row, head, starts, scratch.take<number>(2 * n * d));
         const Rows &queries = projected.queries, &keys = projected.keys;
-        const Rows values(v.head(row, head), v.strides[2], z, scratch.take<bf16>(n * d));
-        const Rows grads(d_out.head(row, head), d_out.strides[2], z, scratch.take<bf16>(n * d));
-        bf16 *turned_queries = scratch.take<bf16>(n * d), *turned_grads = scratch.take<bf16>(n * d);
-        bf16 *right_queries = scratch.take<bf16>(n * d), *right_grads = scratch.take<bf16>(n * d);
-        bf16* turned_keys = scratch.take<bf16>(n * d);
+        const Rows values(v.head(row, head), v.strides[2], z, scratch.take<number>(n * d));
+        const Rows grads(d_out.head(row, head), d_out.strides[2], z, scratch.take<number>(n * d));
+        number *turned_queries = scratch.take<number>(n * d), *turned_grads = scratch.take<number>(n * d);
+        number *right_queries = scratch.take<number>(n * d), *right_grads = scratch.take<number>(n * d);
+        number* turned_keys = scratch.take<number>(n * d);
         float *sum_q = scratch.take<float>(d * n), *normalizer = scratch.take<float>(n), *mean = scratch.take<float>(n);
         float *scores = scratch.take<float>(AREA), *d_p = scratch.take<float>(AREA);
-        bf16 *p = scratch.take<bf16>(BLOCK * n), *d_s = scratch.take<bf16>(BLOCK * n);
-        bf16* right_d_s = scratch.take<bf16>(GROUP * BLOCK * n);
+        number *p = scratch.take<number>(BLOCK * n), *d_s = scratch.take<number>(BLOCK * n);
+        number* right_d_s = scratch.take<number>(GROUP * BLOCK * n);
         float* sums = scratch.take<float>(BLOCK * d);
         KeyGradient key_gradient(*this, row, head, starts);
         pack_transposed(queries, z, turned_queries);
@@ -267,10 +259,10 @@ struct Backward {
         pack(keys, z, turned_keys, true);
         for (int64_t t = 0; t < n; t++) {
             normalizer[t] = t < z.length ? lse[(row * z.heads + head) * z.length + t] : MASKED;
-            floats total = {};
+            Lanes total = {};
             for (int64_t c = 0; c < d && t < z.length; c += SIDE)
                 total += load(out.head(row, head) + t * out.strides[2] + c) * load(grads.at(t) + c);
-            mean[t] = sum(total);
+            mean[t] = sum_lanes(total);
         }
         for (int64_t g = 0; g < blocks; g += GROUP) {
             const int64_t last = g + GROUP < blocks ? g + GROUP : blocks;
@@ -286,11 +278,11 @@ struct Backward {
                     for (int64_t t = i * BLOCK; t < (i + 1) * BLOCK; t += SIDE)
                         softmax_gradient(first, t, i > j && !z.starts ? nullptr : starts, scores + t % BLOCK, d_p + t % BLOCK,
                                          load(normalizer + t), load(mean + t), p + (i - j) * 2 * TILE + t % BLOCK,
-                                         d_s + (i - j) * 2 * TILE + t % BLOCK, (pair*)(right_d_s + (t / SIDE * GROUP + j - g) * TILE));
+                                         d_s + (i - j) * 2 * TILE + t % BLOCK, right_d_s + (t / SIDE * GROUP + j - g) * TILE);
                 }
                 const int64_t n_rows = z.length - first < BLOCK ? z.length - first : BLOCK;
                 for (const bool of_values : {true, false}) {
-                    const bf16 *left = of_values ? p : d_s, *right = of_values ? right_grads : right_queries;
+                    const number *left = of_values ? p : d_s, *right = of_values ? right_grads : right_queries;
                     for (int64_t c = 0; c < d; c += BLOCK)
                         multiply(left, DEPTH, 2 * TILE, TILE, right + c * n + j * TILE, SIDE * n, stop - j, sums + c, d, false);
                     for (int64_t r = 0; r < n_rows; r++)
@@ -325,7 +317,7 @@ struct Backward {
         scalars[(z.rows + row) * z.heads + head] = key_gradient.of_share;
     }
 
-    static void write(bf16* to, const float* from, int64_t d) {
+    static void write(number* to, const float* from, int64_t d) {
         for (int64_t c = 0; c < d; c += SIDE) store(to + c, load(from + c));
     }
 
@@ -341,17 +333,17 @@ struct Backward {
         void add(int64_t t, float* dy) {
             const int64_t d = job.z.d;
             const bool mixed = t > starts[t];
-            const bf16 *x = job.k.at(row, head, t), *before = mixed ? job.k.at(row, head, t - 1) : nullptr;
+            const number *x = job.k.at(row, head, t), *before = mixed ? job.k.at(row, head, t - 1) : nullptr;
             const float share = job.prologue.share[head], kept = mixed ? 1.0f - share : 1.0f;
             float m[MAX_D];
             const float scale = job.prologue.mix(x, before, share, d, m);
             job.prologue.gradient(m, scale, 1.0f, row * job.prologue.stride + t * d, d, dy);
-            floats total = {};
+            Lanes total = {};
             for (int64_t c = 0; c < d && mixed; c += SIDE) {
                 total += load(dy + c) * (load(before + c) - load(x + c));
                 store(waiting + c, load(waiting + c) + share * load(dy + c));
             }
-            of_share += sum(total);
+            of_share += sum_lanes(total);
             write_last();
             for (int64_t c = 0; c < d; c += SIDE) store(waiting + c, kept * load(dy + c));
             next = t + 1;
@@ -364,18 +356,18 @@ struct Backward {
 
     // P^T and dS^T of 32 keys and queries t .. t + 15 as left tiles, and dS^T as a right tile. starts: null if all is seen.
     static inline void softmax_gradient(int64_t first, int64_t t, const int32_t* starts, const float* scores, const float* d_p,
-                                        floats normalizer, floats mean, bf16* p, bf16* d_s, pair* right_d_s) {
-        const floats none = {};
+                                        Lanes normalizer, Lanes mean, number* p, number* d_s, number* right_d_s) {
+        const Lanes none = all(0.0f);
         for (int64_t r = 0; r < BLOCK; r += 2) {
-            floats change[2];
+            Lanes change[2];
             for (int64_t x = r; x < r + 2; x++) {
-                floats e = exponential(load(scores + x * BLOCK) - normalizer);
-                if (starts) e = seen(first + x, t, starts) ? e : none;
+                Lanes e = exponential(load(scores + x * BLOCK) - normalizer);
+                if (starts) e = choose(seen(first + x, t, starts), e, none);
                 change[x - r] = e * (load(d_p + x * BLOCK) - mean);
                 store(p + x * DEPTH, e);
                 store(d_s + x * DEPTH, change[x - r]);
             }
-            store_pairs(right_d_s + r / 2 * SIDE, change[0], change[1]);
+            put_rows(right_d_s, r, change[0], change[1]);
         }
     }
 };
@@ -405,7 +397,7 @@ template <class Job> static int32_t run(const Job& job, int32_t threads) {
 }
 
 static Matrix matrix(const int64_t*& m) {
-    const Matrix found = {(bf16*)m[0], {m[1], m[2], m[3]}};
+    const Matrix found = {(number*)m[0], {m[1], m[2], m[3]}};
     m += 4;
     return found;
 }
@@ -413,7 +405,7 @@ static Matrix matrix(const int64_t*& m) {
 // Addresses of temperature, share, cos and sin, and the stride of the tables; null: no prologue.
 static Prologue prologue_of(const int64_t* p, float eps) {
     if (!p) return {};
-    return {(const float*)p[0], (const float*)p[1], (const bf16*)p[2], (const bf16*)p[3], p[4], eps};
+    return {(const float*)p[0], (const float*)p[1], (const number*)p[2], (const number*)p[3], p[4], eps};
 }
 
 extern "C" {

@@ -1,4 +1,4 @@
-// Cross-entropy of rows of bf16 logits, and its gradient in their place (`objectives/next_token.py`):
+// Cross-entropy of rows of logits in bf16 or fp32, and its gradient in their place (`objectives/next_token.py`):
 //
 //     total = sum over rows of keep (lse - z_target + z_loss lse^2),    dz = keep (p (1 + 2 z_loss lse) - onehot)
 //
@@ -10,8 +10,9 @@
 #include <thread>
 #include <vector>
 
+template <class T>
 struct Rows {
-    bf16* logits;
+    T* logits;
     const int64_t* targets;
     const float* keep;
     int64_t vocabulary;
@@ -22,9 +23,9 @@ struct Rows {
         float* e = (float*)malloc(vocabulary * sizeof(float));
         if (!e) return 1;
         for (int64_t r = first; r < last; r++) {
-            bf16* z = logits + r * vocabulary;
+            T* z = logits + r * vocabulary;
             if (keep[r] == 0.0f) {
-                memset(z, 0, vocabulary * sizeof(bf16));
+                memset(z, 0, vocabulary * sizeof(T));
                 continue;
             }
             float most = -INFINITY, sum = 0.0f;
@@ -44,20 +45,17 @@ struct Rows {
             sums[1] += double(keep[r]) * nll;
             const float of_target = e[targets[r]] * factor - keep[r];
 #pragma omp simd
-            for (int64_t c = 0; c < vocabulary; c++) z[c] = bf16(rounded(e[c] * factor));
-            z[targets[r]] = bf16(rounded(of_target));
+            for (int64_t c = 0; c < vocabulary; c++) assign(z[c], e[c] * factor);
+            assign(z[targets[r]], of_target);
         }
         free(e);
         return 0;
     }
 };
 
-extern "C" {
-
-// logits: [rows, vocabulary], overwritten with the gradient of the total; sums: total and negative log-likelihood.
-int32_t whorl_cross_entropy(bf16* logits, const int64_t* targets, const float* keep, int64_t rows, int64_t vocabulary,
-                            float z_loss, float* sums, int32_t threads) {
-    const Rows job = {logits, targets, keep, vocabulary, z_loss};
+// All rows on `threads` threads; returns 1 without memory.
+template <class T>
+static int32_t run(const Rows<T>& job, int64_t rows, float* sums, int32_t threads) {
     const int64_t n = threads < rows ? (threads > 0 ? threads : 1) : (rows > 0 ? rows : 1);
     std::vector<double> parts(2 * n, 0.0);
     std::vector<int32_t> failed(n, 0);
@@ -75,5 +73,15 @@ int32_t whorl_cross_entropy(bf16* logits, const int64_t* targets, const float* k
     sums[0] = float(total);
     sums[1] = float(nll);
     return 0;
+}
+
+extern "C" {
+
+// logits: [rows, vocabulary] in bf16, or in fp32 if `wide`, overwritten with the gradient of the total; sums: total and negative
+// log-likelihood. Returns 1 without memory.
+int32_t whorl_cross_entropy(void* logits, const int64_t* targets, const float* keep, int64_t rows, int64_t vocabulary, float z_loss,
+                            float* sums, int32_t wide, int32_t threads) {
+    if (wide) return run<float>({(float*)logits, targets, keep, vocabulary, z_loss}, rows, sums, threads);
+    return run<bf16>({(bf16*)logits, targets, keep, vocabulary, z_loss}, rows, sums, threads);
 }
 }

@@ -1,4 +1,6 @@
-"""Loss and gradient of a chunk of bf16 logits in C++ (`cross_entropy.cpp`), in one reading: a `LogitsStep` of `next_token`.
+"""Loss and gradient of a chunk of logits in C++ (`cross_entropy.cpp`), in one reading: a `LogitsStep` of `next_token`.
+
+Logits are bf16 or fp32.
 
 `choose_logits_step` times it before a step is compiled. The compiled loss is fused with other operations and cannot be
 timed alone. So the candidate in its place is torch's softmax of the same logits, which is a part of that work.
@@ -12,19 +14,14 @@ import torch
 from torch import Tensor
 
 from whorl.machine.kernel_choice import fastest
-from whorl.nn.native.library import native_library
+from whorl.nn.native.library import is_supported, native_library, short_name
 
-_chosen: dict[int, bool] = {}  # vocabulary -> whether the kernel was the fastest
+_chosen: dict[tuple[torch.dtype, int], bool] = {}  # type and vocabulary -> whether the kernel was the fastest
 
 
 def is_chosen(hidden: Tensor, vocabulary: int, softcap: float | None) -> bool:
     """Return whether logits of these hidden states should run here."""
-    return (
-        softcap is None
-        and hidden.device.type == "cpu"
-        and hidden.dtype == torch.bfloat16
-        and _chosen.get(vocabulary, False)
-    )
+    return softcap is None and is_supported(hidden) and _chosen.get((hidden.dtype, vocabulary), False)
 
 
 def logits_step(
@@ -52,6 +49,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, keep: Tensor, z_loss: float)
         *(ctypes.c_int64(n) for n in logits.shape),
         ctypes.c_float(z_loss),
         ctypes.c_void_p(sums.data_ptr()),
+        ctypes.c_int32(logits.dtype == torch.float32),
         ctypes.c_int32(torch.get_num_threads()),
     )
     if failed:
@@ -64,13 +62,13 @@ def _(logits: Tensor, targets: Tensor, keep: Tensor, z_loss: float) -> Tensor:
     return logits.new_empty(2, dtype=torch.float32)
 
 
-def choose_logits_step(rows: int, vocabulary: int) -> str:
-    """Time the ways for chunks of bf16 logits [rows, vocabulary] on a CPU. Returns "compiled" or "native"."""
-    values = torch.arange(rows * vocabulary).remainder(97).sub(48).div(12).bfloat16().view(rows, vocabulary)
+def choose_logits_step(rows: int, vocabulary: int, dtype: torch.dtype) -> str:
+    """Time the ways for chunks of logits [rows, vocabulary] in bf16 or fp32 on a CPU. Returns "compiled" or "native"."""
+    values = torch.arange(rows * vocabulary).remainder(97).sub(48).div(12).to(dtype).view(rows, vocabulary)
     targets, keep = torch.arange(rows) % vocabulary, torch.ones(rows)
-    candidates = {"compiled": lambda: values.float().softmax(-1).bfloat16()}
+    candidates = {"compiled": lambda: values.float().softmax(-1).to(dtype)}
     if native_library("cross_entropy") is not None:
         candidates["native"] = lambda: logits_step(values, targets, keep, 1e-4, None)[0]  # any values do
-    chosen = fastest(f"cross_entropy {rows}x{vocabulary} bf16", candidates)
-    _chosen[vocabulary] = chosen == "native"
+    chosen = fastest(f"cross_entropy {rows}x{vocabulary} {short_name(dtype)}", candidates)
+    _chosen[dtype, vocabulary] = chosen == "native"
     return chosen

@@ -7,6 +7,9 @@ import functools
 import warnings
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from whorl.machine.identity import warn_of_unused_amx
 from whorl.machine.native_build import (
     BuildError,
@@ -19,7 +22,9 @@ from whorl.machine.native_build import (
 
 FLAGS = ("-fopenmp-simd",)
 VECTORS = "-DWHORL_VECTORS"  # products by vectors of bf16 pairs, also on a CPU with tiles
-NAMES = ("causal_attention", "cross_entropy", "mlp", "update", "orthogonalize", "weight_gradient")
+FP32 = "-DWHORL_FP32"  # for matrices of fp32 in place of bf16
+PRODUCTS = ("causal_attention", "mlp", "orthogonalize", "weight_gradient")  # a library for each type
+NAMES = (*PRODUCTS, "cross_entropy", "update")
 
 
 def source(name: str) -> Path:
@@ -27,14 +32,28 @@ def source(name: str) -> Path:
     return Path(__file__).parent / f"{name}.cpp"
 
 
-def sources() -> list[Source]:
-    """Return every source of this folder with its flags, for `native_build.start_builds`."""
-    return [(source(name), FLAGS) for name in NAMES]
+def sources(dtype: torch.dtype) -> list[Source]:
+    """Return every source of this folder with its flags for steps in this type, for `native_build.start_builds`."""
+    return [(source(name), (*FLAGS, *_type_flags(dtype)) if name in PRODUCTS else FLAGS) for name in NAMES]
 
 
-def build_sources() -> None:
+def build_sources(dtype: torch.dtype) -> None:
     """Compile the sources whose libraries are missing (`native_build.build_libraries`)."""
-    build_libraries(sources())
+    build_libraries(sources(dtype))
+
+
+def is_supported(x: Tensor) -> bool:
+    """Return whether kernels of this folder compute with tensors like x: bf16 or fp32 on a CPU."""
+    return x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu"
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Return the type's name in choices: "bf16" or "fp32"."""
+    return "bf16" if dtype == torch.bfloat16 else "fp32"
+
+
+def _type_flags(dtype: torch.dtype) -> tuple[str, ...]:
+    return (FP32,) if dtype == torch.float32 else ()
 
 
 @functools.cache
@@ -49,12 +68,12 @@ def native_library(name: str, *flags: str) -> ctypes.CDLL | None:
         return None
 
 
-def product_library(name: str) -> ctypes.CDLL | None:
-    """Return the library of `NAME.cpp` as `native_library`, or None where it would multiply bf16 by plain loops.
+def product_library(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return the library of `NAME.cpp` for bf16 or fp32 as `native_library`, or None where it would multiply by plain loops.
 
     Where tiles are compiled, but not permitted (logged once), it is the library without them.
     """
-    found = native_library(name)
+    found = native_library(name, *_type_flags(dtype))
     if found is not None and not found.whorl_products():
         warn_of_unused_amx()
         found = native_library(name, VECTORS)

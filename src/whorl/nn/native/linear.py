@@ -1,4 +1,4 @@
-"""The weight gradient of a linear layer in C++ for bf16 (`weight_gradient.cpp`), in fp32.
+"""The weight gradient of a linear layer in C++ (`weight_gradient.cpp`), in fp32, from rows of bf16 or fp32.
 
 `choose_weight_gradient` times it for one shape and one thread, before a step is compiled. The other products are torch's.
 """
@@ -13,25 +13,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whorl.machine.kernel_choice import fastest
-from whorl.nn.native.library import product_library
+from whorl.nn.native.library import is_supported, product_library, short_name
 
-_chosen: dict[tuple[int, int, int], bool] = {}  # (rows, inner, outer) -> whether the kernel was the fastest
+Shape = tuple[int, int, int]  # rows, inner, outer
+
+_chosen: dict[tuple[torch.dtype, Shape], bool] = {}  # whether the kernel was the fastest
 
 
-def library() -> ctypes.CDLL | None:
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Return the compiled kernel, or None, as `product_library`."""
-    return product_library("weight_gradient")
+    return product_library("weight_gradient", dtype)
 
 
-def supports(rows: int, inner: int, outer: int) -> bool:
-    """Return whether the kernel runs here for this shape; it has one thread."""
-    whole = not (rows % 32 or inner % 32 or outer % 32)
-    return whole and torch.get_num_threads() == 1 and library() is not None
+def supports(shape: Shape, dtype: torch.dtype) -> bool:
+    """Return whether the kernel runs here for this shape and type of rows; it has one thread."""
+    return not any(n % 32 for n in shape) and torch.get_num_threads() == 1 and library(dtype) is not None
 
 
-def select(shape: tuple[int, int, int], use: bool) -> None:
-    """Set whether weight gradients of this shape (rows, inner, outer) are computed here."""
-    _chosen[shape] = use
+def select(shape: Shape, dtype: torch.dtype, use: bool) -> None:
+    """Set whether weight gradients of this shape, from rows of this type, are computed here."""
+    _chosen[dtype, shape] = use
 
 
 def is_chosen(x: Tensor, weight: Tensor) -> bool:
@@ -40,12 +41,15 @@ def is_chosen(x: Tensor, weight: Tensor) -> bool:
     return weight.dtype == torch.float32 and _is_chosen(x, (rows, x.shape[-1], len(weight)))
 
 
-def _is_chosen(x: Tensor, shape: tuple[int, int, int]) -> bool:
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _chosen.get(shape, False)
+def _is_chosen(x: Tensor, shape: Shape) -> bool:
+    return is_supported(x) and _chosen.get((x.dtype, shape), False)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x weight^T, [..., outer] in bf16, with the kernel in its backward. x: [..., inner]; weight: [outer, inner]."""
+    """Return x weight^T, [..., outer] in the type of x, with the kernel in its backward.
+
+    x: [..., inner]; weight: [outer, inner].
+    """
     y: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
     return y
 
@@ -79,7 +83,7 @@ def weight_gradient_kernel(d_y: Tensor, x: Tensor) -> Tensor:
     Raises:
         MemoryError: there is no memory for the packed rows.
     """
-    found, d_y, x = library(), d_y.contiguous(), x.contiguous()
+    found, d_y, x = library(x.dtype), d_y.contiguous(), x.contiguous()
     assert found is not None  # or it would not have been chosen
     out = torch.empty(d_y.shape[1], x.shape[1])
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (d_y, x, out))
@@ -93,13 +97,15 @@ def _(d_y: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(d_y.shape[1], x.shape[1], dtype=torch.float32)
 
 
-def choose_weight_gradient(rows: int, inner: int, outer: int) -> str:
-    """Time the ways for bf16 rows [rows, inner] and [rows, outer] on a CPU. Returns "direct" or "native"."""
-    x = torch.arange(rows * inner).remainder(97).sub(48).div(48).bfloat16().view(rows, inner)
-    d_y = torch.arange(rows * outer).remainder(89).sub(44).div(44).bfloat16().view(rows, outer)
+def choose_weight_gradient(shape: Shape, dtype: torch.dtype) -> str:
+    """Time the ways for rows [rows, inner] and [rows, outer] of bf16 or fp32 on a CPU. Returns "direct" or "native"."""
+    rows, inner, outer = shape
+    x = torch.arange(rows * inner).remainder(97).sub(48).div(48).to(dtype).view(rows, inner)
+    d_y = torch.arange(rows * outer).remainder(89).sub(44).div(44).to(dtype).view(rows, outer)
     candidates = {"direct": lambda: (d_y.t() @ x).float()}
-    if supports(rows, inner, outer):
+    if supports(shape, dtype):
         candidates["native"] = lambda: weight_gradient_kernel(d_y, x)
-    chosen = fastest(f"linear {rows}x{inner}x{outer} bf16", candidates, flops=2.0 * rows * inner * outer)
-    select((rows, inner, outer), chosen == "native")
+    name = f"linear {rows}x{inner}x{outer} {short_name(dtype)}"
+    chosen = fastest(name, candidates, flops=2.0 * rows * inner * outer)
+    select(shape, dtype, chosen == "native")
     return chosen

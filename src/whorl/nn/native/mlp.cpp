@@ -1,4 +1,4 @@
-// The MLP  y = relu(x U^T)^2 D^T  of a transformer block (`nn/mlp.py`) and its gradients, in bf16. The activation
+// The MLP  y = relu(x U^T)^2 D^T  of a transformer block (`nn/mlp.py`) and its gradients, in bf16 or fp32 (WHORL_FP32). The activation
 // runs on each block of sums while it is in cache. Weights and their gradients are fp32, without copies in bf16.
 //
 // Forward, by blocks of rows: r = relu(x U^T), which the backward reads, a = r^2, y = a D^T. Backward, by sections of rows
@@ -16,35 +16,38 @@ static thread_local Scratch scratch;
 constexpr int64_t FORWARD_ROWS = 64;
 constexpr int64_t SECTION_BYTES = 3 << 18;
 
-static inline void narrow(const float* from, bf16* to, int64_t n) {
+static inline void narrow(const float* from, number* to, int64_t n) {
     for (int64_t c = 0; c < n; c += SIDE) store(to + c, load(from + c));
 }
 
 // W [n][k] as the right operand of X W^T, in the order [n / 16][k / 32].
-static void pack_transposed(const float* w, int64_t rows, int64_t columns, bf16* to) {
-    alignas(64) bf16 block[SIDE * DEPTH];
+static void pack_transposed(const float* w, int64_t rows, int64_t columns, number* to) {
+    alignas(64) number block[SIDE * DEPTH];
     for (int64_t n = 0; n < rows; n += SIDE)
         for (int64_t k = 0; k < columns; k += DEPTH, to += TILE) {
             for (int64_t i = 0; i < SIDE; i++) narrow(w + (n + i) * columns + k, block + i * DEPTH, DEPTH);
-            transpose((const pair*)block, SIDE, (pair*)to, SIDE);
+            turn_right(block, DEPTH, to);
         }
 }
 
+#ifndef WHORL_FP32
 // W [k][n] as the right operand of X W, in the order [n / 16][k / 32].
-static void pack(const float* w, int64_t rows, int64_t columns, bf16* to) {
-    alignas(64) bf16 low[BLOCK], high[BLOCK];
+static void pack(const float* w, int64_t rows, int64_t columns, number* to) {
+    alignas(64) number low[BLOCK], high[BLOCK];
     const int64_t steps = rows / DEPTH;
     for (int64_t k = 0; k < rows; k += 2)
         for (int64_t n = 0; n < columns; n += BLOCK) {
             narrow(w + k * columns + n, low, BLOCK);
             narrow(w + (k + 1) * columns + n, high, BLOCK);
-            pair* at = (pair*)(to + (n / SIDE * steps + k / DEPTH) * TILE) + k % DEPTH / 2 * SIDE;
-            interleave(low, high, at, at + steps * TILE / 2);
+            number* at = to + (n / SIDE * steps + k / DEPTH) * TILE + k % DEPTH * SIDE;
+            interleave(low, high, at, at + steps * TILE);
         }
 }
+#endif
 
 // to [rows][columns] = from [rows][depth], in blocks, times a packed right operand.
-static void product(const bf16* from, int64_t depth, const bf16* right, int64_t rows, int64_t columns, float* sums, bf16* to) {
+static void product(const number* from, int64_t depth, const number* right, int64_t rows, int64_t columns, float* sums,
+                    number* to) {
     const int64_t steps = depth / DEPTH;
     for (int64_t m = 0; m < rows; m += BLOCK)
         for (int64_t n = 0; n < columns; n += BLOCK) {
@@ -56,10 +59,11 @@ static void product(const bf16* from, int64_t depth, const bf16* right, int64_t 
 extern "C" {
 
 // x, y [rows][width]; up [hidden][width]; down [width][hidden]; r: rows * hidden numbers. Returns 1 without memory.
-int32_t whorl_mlp(const bf16* x, const float* up, const float* down, bf16* r, bf16* y, int64_t rows, int64_t width, int64_t hidden) {
-    if (!scratch.reserve(size_t(4 * width * hidden + 2 * FORWARD_ROWS * hidden + 4 * AREA + 256))) return 1;
-    bf16 *right_up = scratch.take<bf16>(width * hidden), *right_down = scratch.take<bf16>(width * hidden);
-    bf16* a = scratch.take<bf16>(FORWARD_ROWS * hidden);
+int32_t whorl_mlp(const number* x, const float* up, const float* down, number* r, number* y, int64_t rows, int64_t width,
+                  int64_t hidden) {
+    if (!scratch.reserve(sizeof(number) * (2 * width + FORWARD_ROWS) * hidden + 4 * AREA + 256)) return 1;
+    number *right_up = scratch.take<number>(width * hidden), *right_down = scratch.take<number>(width * hidden);
+    number* a = scratch.take<number>(FORWARD_ROWS * hidden);
     float* sums = scratch.take<float>(AREA);
     pack_transposed(up, hidden, width, right_up);
     pack_transposed(down, width, hidden, right_down);
@@ -69,11 +73,11 @@ int32_t whorl_mlp(const bf16* x, const float* up, const float* down, bf16* r, bf
         const int64_t count = std::min(FORWARD_ROWS, rows - start);
         for (int64_t h = 0; h < hidden; h += BLOCK)
             for (int64_t m = 0; m < count; m += BLOCK) {
-                const bf16* left = x + (start + m) * width;
+                const number* left = x + (start + m) * width;
                 multiply(left, width, DEPTH, SIDE * width, right_up + h * width, steps * TILE, steps, sums, BLOCK, false);
-                bf16 *kept = r + (start + m) * hidden + h * BLOCK, *square = a + m * hidden + h * BLOCK;
+                number *kept = r + (start + m) * hidden + h * BLOCK, *square = a + m * hidden + h * BLOCK;
                 for (int64_t c = 0; c < AREA; c += SIDE) {
-                    store(kept + c, maximum(load(sums + c), floats{}));
+                    store(kept + c, max_lanes(load(sums + c), all(0.0f)));
                     store(square + c, load(kept + c) * load(kept + c));
                 }
             }
@@ -84,16 +88,16 @@ int32_t whorl_mlp(const bf16* x, const float* up, const float* down, bf16* r, bf
 
 // dy, x, dx [rows][width]; r of `whorl_mlp`; up, d_up [hidden][width]; down, d_down [width][hidden].
 // Returns 1 without memory.
-int32_t whorl_mlp_backward(const bf16* dy, const bf16* x, const bf16* r, const float* up, const float* down, bf16* dx, float* d_up,
-                           float* d_down, int64_t rows, int64_t width, int64_t hidden) {
-    const int64_t most = std::max(BLOCK, SECTION_BYTES / (6 * width)), parts = (rows + most - 1) / most;
+int32_t whorl_mlp_backward(const number* dy, const number* x, const number* r, const float* up, const float* down, number* dx,
+                           float* d_up, float* d_down, int64_t rows, int64_t width, int64_t hidden) {
+    const int64_t most = std::max(BLOCK, SECTION_BYTES / int64_t(3 * sizeof(number) * width)), parts = (rows + most - 1) / most;
     const int64_t section = ((rows + parts - 1) / parts + BLOCK - 1) / BLOCK * BLOCK;
     const int64_t numbers = 2 * width * hidden + section * (2 * width + hidden + 2 * BLOCK);
-    if (!scratch.reserve(size_t(2 * numbers + 6 * AREA + 1024))) return 1;
-    bf16 *right_up = scratch.take<bf16>(width * hidden), *right_down = scratch.take<bf16>(width * hidden);
-    bf16 *right_x = scratch.take<bf16>(section * width), *left_dy = scratch.take<bf16>(section * width);
-    bf16 *dh = scratch.take<bf16>(section * hidden), *left_dh = scratch.take<bf16>(section * BLOCK);
-    bf16 *right_a = scratch.take<bf16>(section * BLOCK), *a = scratch.take<bf16>(AREA);
+    if (!scratch.reserve(sizeof(number) * (numbers + AREA) + 4 * AREA + 1024)) return 1;
+    number *right_up = scratch.take<number>(width * hidden), *right_down = scratch.take<number>(width * hidden);
+    number *right_x = scratch.take<number>(section * width), *left_dy = scratch.take<number>(section * width);
+    number *dh = scratch.take<number>(section * hidden), *left_dh = scratch.take<number>(section * BLOCK);
+    number *right_a = scratch.take<number>(section * BLOCK), *a = scratch.take<number>(AREA);
     float* sums = scratch.take<float>(AREA);
     pack(up, hidden, width, right_up);
     pack(down, width, hidden, right_down);
@@ -112,19 +116,19 @@ int32_t whorl_mlp_backward(const bf16* dy, const bf16* x, const bf16* r, const f
                 __builtin_prefetch(d_down + i * hidden + h + SIDE, 1);
             }
             for (int64_t k = 0; k < steps; k++) {
-                const bf16* left = dy + (start + k * DEPTH) * width;
+                const number* left = dy + (start + k * DEPTH) * width;
                 multiply(left, width, DEPTH, SIDE * width, right_down + h * width, width * SIDE, width / DEPTH, sums, BLOCK, false);
-                const bf16* kept = r + (start + k * DEPTH) * hidden + h * BLOCK;
-                bf16* to = dh + k * DEPTH * hidden + h * BLOCK;
+                const number* kept = r + (start + k * DEPTH) * hidden + h * BLOCK;
+                number* to = dh + k * DEPTH * hidden + h * BLOCK;
                 for (int64_t c = 0; c < AREA; c += SIDE) {
-                    const floats value = load(kept + c);
+                    const Lanes value = load(kept + c);
                     store(to + c, 2.0f * value * load(sums + c));
                     store(a + c, value * value);
                 }
                 turn(to, BLOCK, left_dh + 2 * k * TILE);
                 for (int64_t p = 0; p < SIDE; p++) {
-                    pair* at = (pair*)(right_a + k * TILE) + p * SIDE;
-                    interleave(a + 2 * p * BLOCK, a + (2 * p + 1) * BLOCK, at, at + steps * TILE / 2);
+                    number* at = right_a + k * TILE + p * DEPTH;
+                    interleave(a + 2 * p * BLOCK, a + (2 * p + 1) * BLOCK, at, at + steps * TILE);
                 }
             }
             for (int64_t n = 0; n < width; n += BLOCK) {

@@ -1,4 +1,4 @@
-"""The MLP with squared ReLU in C++ for bf16 (`mlp.cpp`), with gradients.
+"""The MLP with squared ReLU in C++ for bf16 and fp32 (`mlp.cpp`), with gradients.
 
 The activation runs between the two products while a block is in cache, and weight gradients are summed in fp32 without a
 transposed copy. `choose_mlp` times it for one shape and one thread, before a step is compiled.
@@ -14,31 +14,30 @@ import torch
 from torch import Tensor
 
 from whorl.machine.kernel_choice import fastest
-from whorl.nn.native.library import product_library
+from whorl.nn.native.library import is_supported, product_library, short_name
 
 MAX_WEIGHTS = 1 << 22  # numbers of a matrix; larger ones were not measured
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-_chosen: dict[tuple[int, ...], bool] = {}  # (rows, d, hidden) -> whether the kernel was the fastest
+_chosen: dict[
+    tuple[torch.dtype, int, int, int], bool
+] = {}  # (type, rows, d, hidden) -> whether it was the fastest
 
 
-def library() -> ctypes.CDLL | None:
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Return the compiled kernel, or None, as `product_library`."""
-    return product_library("mlp")
+    return product_library("mlp", dtype)
 
 
 def is_chosen(x: Tensor, up: Tensor) -> bool:
     """Return whether an MLP should run here. x: [..., d]; up: [hidden, d] fp32."""
-    return (
-        x.dtype == torch.bfloat16
-        and up.dtype == torch.float32
-        and x.device.type == "cpu"
-        and _chosen.get((x.numel() // x.shape[-1], *reversed(up.shape)), False)
-    )
+    hidden, d = up.shape
+    rows = x.numel() // x.shape[-1]
+    return is_supported(x) and up.dtype == torch.float32 and _chosen.get((x.dtype, rows, d, hidden), False)
 
 
 def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Return relu(x up^T)^2 down^T, [..., d] in bf16. x: [..., d] bf16; up: [hidden, d] and down: [d, hidden] in fp32.
+    """Return relu(x up^T)^2 down^T, [..., d] in the type of x. x: [..., d]; up: [hidden, d] and down: [d, hidden] in fp32.
 
     Raises:
         MemoryError: there is no memory for the packed weights.
@@ -49,7 +48,7 @@ def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 @torch.library.custom_op("whorl::mlp", mutates_args=())
 def mlp_forward(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y [rows, d] and relu(x up^T) [rows, hidden] in blocks, both in bf16. x: [rows, d]."""
+    """Return y [rows, d] and relu(x up^T) [rows, hidden] in blocks, both in the type of x. x: [rows, d]."""
     y, kept = torch.empty(x.shape, dtype=x.dtype), x.new_empty(len(x), len(up))
     _call("whorl_mlp", (x, up, down, kept, y), kept)
     return y, kept
@@ -59,7 +58,7 @@ def mlp_forward(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
 def mlp_backward(
     d_y: Tensor, x: Tensor, kept: Tensor, up: Tensor, down: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x (bf16), up and down (fp32)."""
+    """Return the gradients of x (in its type), up and down (fp32)."""
     d_x, d_up, d_down = torch.empty(x.shape, dtype=x.dtype), torch.empty(up.shape), torch.empty(down.shape)
     _call("whorl_mlp_backward", (d_y, x, kept, up, down, d_x, d_up, d_down), kept)
     return d_x, d_up, d_down
@@ -92,7 +91,7 @@ mlp_forward.register_autograd(_backward, setup_context=_save)
 def _call(name: str, matrices: tuple[Tensor, ...], kept: Tensor) -> None:
     adjacent = [t.contiguous() for t in matrices]  # outputs always are
     rows, hidden = kept.shape
-    failed = getattr(library(), name)(
+    failed = getattr(library(kept.dtype), name)(
         *(ctypes.c_void_p(t.data_ptr()) for t in adjacent),
         *(ctypes.c_int64(n) for n in (rows, matrices[1].shape[1], hidden)),
     )
@@ -100,8 +99,8 @@ def _call(name: str, matrices: tuple[Tensor, ...], kept: Tensor) -> None:
         raise MemoryError(f"MLP of {hidden} hidden units: no memory for the packed weights")
 
 
-def choose_mlp(rows: int, d: int, hidden: int, reference: Forward) -> str:
-    """Time the ways for bf16 rows [rows, d] on a CPU, forward and backward. Returns "torch" or "native".
+def choose_mlp(rows: int, d: int, hidden: int, dtype: torch.dtype, reference: Forward) -> str:
+    """Time the ways for rows [rows, d] of bf16 or fp32 on a CPU, forward and backward. Returns "torch" or "native".
 
     reference: (x, up, down) -> y in torch. The kernel has one thread, and needs multiples of 32 and small weights.
     """
@@ -109,7 +108,7 @@ def choose_mlp(rows: int, d: int, hidden: int, reference: Forward) -> str:
         torch.arange(d * hidden).remainder(n).sub(n // 2).div(2000).view(shape).requires_grad_()
         for n, shape in ((97, (hidden, d)), (89, (d, hidden)))
     ]
-    x = torch.arange(rows * d).remainder(97).sub(48).div(48).bfloat16().view(rows, d).requires_grad_()
+    x = torch.arange(rows * d).remainder(97).sub(48).div(48).to(dtype).view(rows, d).requires_grad_()
 
     def run(forward: Forward) -> Callable[[], object]:
         def both() -> tuple[Tensor, ...]:
@@ -121,8 +120,10 @@ def choose_mlp(rows: int, d: int, hidden: int, reference: Forward) -> str:
 
     candidates = {"torch": run(reference)}
     fits = not (rows % 32 or d % 32 or hidden % 32) and d * hidden <= MAX_WEIGHTS
-    if fits and torch.get_num_threads() == 1 and library() is not None:
+    if fits and torch.get_num_threads() == 1 and library(dtype) is not None:
         candidates["native"] = run(mlp)
-    chosen = fastest(f"mlp {rows}x{d}x{hidden} bf16", candidates, flops=12.0 * rows * d * hidden)
-    _chosen[rows, d, hidden] = chosen == "native"
+    chosen = fastest(
+        f"mlp {rows}x{d}x{hidden} {short_name(dtype)}", candidates, flops=12.0 * rows * d * hidden
+    )
+    _chosen[dtype, rows, d, hidden] = chosen == "native"
     return chosen

@@ -1,9 +1,15 @@
-// Exponentials in plain code that compilers turn into vector instructions, with bf16 of tile_registers.h.
+// Exponentials in plain code that compilers turn into vector instructions, with fp32 and the bf16 of tile_registers.h.
 #pragma once
 #if defined(__AVX512F__) && !defined(__clang__)
 #pragma GCC target("prefer-vector-width=512")
 #endif
 #include "tile_registers.h"
+
+INLINE float widen(float x) { return x; }
+
+// x in the type of `to`.
+INLINE void assign(float& to, float x) { to = x; }
+INLINE void assign(bf16& to, float x) { to = bf16(rounded(x)); }
 
 // exp(x) for x <= 0, with a relative error below 1e-6; 0 below -87.
 static inline float exponential(float x) {

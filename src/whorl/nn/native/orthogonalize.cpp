@@ -3,30 +3,18 @@
 //     G = X X^T,    P = b G + c G G,    X <- a X + P X
 //
 // G and P are symmetric, so only their blocks on and below the diagonal are computed: 13 instead of 18 units of products for
-// a matrix of which one side is four times the other. Matrices stay in bf16 between products; sums are fp32.
-#include "tiles.h"
+// a matrix of which one side is four times the other. Matrices stay in bf16 (fp32 with WHORL_FP32) between products;
+// sums are fp32.
+#include "operands.h"
 
 #include <cmath>
 #include <thread>
 #include <vector>
 
 // X^T as a right operand: 16 rows by 32 columns of X a tile, in the order [row / 16][column / 32].
-static void pack_transposed(const bf16* x, int64_t rows, int64_t columns, bf16* to) {
+static void pack_transposed(const number* x, int64_t rows, int64_t columns, number* to) {
     for (int64_t n = 0; n < rows; n += SIDE)
-        for (int64_t k = 0; k < columns; k += DEPTH, to += TILE)
-            transpose((const pair*)(x + n * columns + k), columns / 2, (pair*)to, SIDE);
-}
-
-// X as a right operand: pairs of rows by 16 columns, in the order [column / 16][row / 32].
-static void pack(const bf16* x, int64_t rows, int64_t columns, bf16* to) {
-    for (int64_t n = 0; n < columns; n += SIDE)
-        for (int64_t k = 0; k < rows; k += DEPTH, to += TILE)
-            for (int64_t p = 0; p < SIDE; p++) {
-                const bf16 *low = x + (k + 2 * p) * columns + n, *high = low + columns;
-                pair* into = (pair*)to + p * SIDE;
-#pragma omp simd
-                for (int64_t c = 0; c < SIDE; c++) into[c] = pair(low[c]) | pair(high[c]) << 16;
-            }
+        for (int64_t k = 0; k < columns; k += DEPTH, to += TILE) turn_right(x + n * columns + k, columns, to);
 }
 
 struct Orthogonalize {
@@ -34,21 +22,21 @@ struct Orthogonalize {
     const float* coefficients;
     int64_t rounds;
 
-    size_t bytes() const { return 2 * (2 * rows * columns + 3 * rows * rows) + 4 * BLOCK * BLOCK + 1024; }
+    size_t bytes() const { return sizeof(number) * (2 * rows * columns + 3 * rows * rows) + 4 * AREA + 1024; }
 
     // x: [rows][columns], overwritten with the result.
-    void matrix(bf16* x, Scratch& scratch) const {
+    void matrix(number* x, Scratch& scratch) const {
         const int64_t r = rows, c = columns;
-        bf16 *right = scratch.take<bf16>(r * c), *next = scratch.take<bf16>(r * c), *gram = scratch.take<bf16>(r * r);
-        bf16 *right_gram = scratch.take<bf16>(r * r), *polynomial = scratch.take<bf16>(r * r);
-        float* sums = scratch.take<float>(BLOCK * BLOCK);
+        number *right = scratch.take<number>(r * c), *next = scratch.take<number>(r * c), *gram = scratch.take<number>(r * r);
+        number *right_gram = scratch.take<number>(r * r), *polynomial = scratch.take<number>(r * r);
+        float* sums = scratch.take<float>(AREA);
         float square = 0.0f;
 #pragma omp simd reduction(+ : square)
         for (int64_t i = 0; i < r * c; i++) square += widen(x[i]) * widen(x[i]);
         const float scale = 1.0f / (sqrtf(square) * 1.01f + 1e-7f);
 #pragma omp simd
-        for (int64_t i = 0; i < r * c; i++) x[i] = bf16(rounded(widen(x[i]) * scale));
-        bf16 *from = x, *to = next;
+        for (int64_t i = 0; i < r * c; i++) assign(x[i], widen(x[i]) * scale);
+        number *from = x, *to = next;
         for (int64_t round = 0; round < rounds; round++) {
             const float *abc = coefficients + 3 * round, a = abc[0], b = abc[1], q = abc[2];
             pack_transposed(from, r, c, right);
@@ -72,25 +60,25 @@ struct Orthogonalize {
                 for (int64_t i = 0; i < r; i += BLOCK) {
                     multiply(polynomial + i * r, r, DEPTH, SIDE * r, right + j * r, SIDE * r, r / DEPTH, sums, BLOCK, false);
                     for (int64_t m = 0; m < BLOCK; m++) {
-                        const bf16* old = from + (i + m) * c + j;
-                        bf16* out = to + (i + m) * c + j;
+                        const number* old = from + (i + m) * c + j;
+                        number* out = to + (i + m) * c + j;
 #pragma omp simd
-                        for (int64_t n = 0; n < BLOCK; n++) out[n] = bf16(rounded(a * widen(old[n]) + sums[m * BLOCK + n]));
+                        for (int64_t n = 0; n < BLOCK; n++) assign(out[n], a * widen(old[n]) + sums[m * BLOCK + n]);
                     }
                 }
-            bf16* swap = from;
+            number* swap = from;
             from = to;
             to = swap;
         }
-        if (from != x) memcpy(x, from, r * c * sizeof(bf16));
+        if (from != x) memcpy(x, from, r * c * sizeof(number));
     }
 
     // A block of a symmetric matrix and its mirror image.
-    void write_symmetric(const float* sums, int64_t i, int64_t j, bf16* to) const {
-        bf16 block[BLOCK][BLOCK];
+    void write_symmetric(const float* sums, int64_t i, int64_t j, number* to) const {
+        number block[BLOCK][BLOCK];
         for (int64_t m = 0; m < BLOCK; m++) {
 #pragma omp simd
-            for (int64_t n = 0; n < BLOCK; n++) block[m][n] = bf16(rounded(sums[m * BLOCK + n]));
+            for (int64_t n = 0; n < BLOCK; n++) assign(block[m][n], sums[m * BLOCK + n]);
             memcpy(to + (i + m) * rows + j, block[m], sizeof block[m]);
         }
         if (i != j)
@@ -102,7 +90,7 @@ struct Orthogonalize {
 extern "C" {
 
 // matrices: [n][rows][columns], both multiples of 32, overwritten. coefficients: [rounds][3]. Returns 1 without memory.
-int32_t whorl_orthogonalize(bf16* matrices, int64_t n, int64_t rows, int64_t columns, const float* coefficients, int64_t rounds,
+int32_t whorl_orthogonalize(number* matrices, int64_t n, int64_t rows, int64_t columns, const float* coefficients, int64_t rounds,
                             int32_t threads) {
     const Orthogonalize job = {rows, columns, coefficients, rounds};
     const int64_t used = threads < n ? (threads > 0 ? threads : 1) : (n > 0 ? n : 1);

@@ -2,15 +2,16 @@
 // 32 numbers. A right tile has 16 pairs of rows by 16 columns: row 2p in the low half of each 32 bits, row 2p + 1 in the high
 // half. So a line of it is also a vector. WHORL_VECTORS compiles without tiles. Without either instruction set, or with
 // WHORL_PLAIN, the same products are plain loops: slow, for tests. So is WHORL_EMULATED: the code for tiles in plain C++.
+//
+// WHORL_FP32 compiles a source for matrices of fp32, by vectors that every CPU has. A right tile then has 32 rows by 16 columns.
+// Both kinds of tiles have 512 numbers, and two rows of a right tile begin at the same number.
 #pragma once
 #include "numbers.h"
+#include "vectors.h"
 
 #include <cstdlib>
 #ifdef __linux__
 #include <sys/mman.h>
-#endif
-#ifdef __AVX512F__
-#include <immintrin.h>
 #endif
 
 #ifdef WHORL_EMULATED
@@ -20,10 +21,15 @@ static thread_local EmulatedTiles emulated;
 #define _tile_loadd(t, from, stride) emulated.load<t>(from, stride)
 #define _tile_stored(t, to, stride) emulated.store<t>(to, stride)
 #define _tile_dpbf16ps(c, a, b) emulated.add_pairs<c, a, b>()
-#elif defined(__AVX512BF16__) && !defined(WHORL_AMX) && !defined(WHORL_PLAIN)
+#elif defined(__AVX512BF16__) && !defined(WHORL_AMX) && !defined(WHORL_PLAIN) && !defined(WHORL_FP32)
 #define WHORL_PAIRS 1
 #endif
 
+#ifdef WHORL_FP32
+typedef float number;
+#else
+typedef bf16 number;
+#endif
 typedef uint32_t pair;
 
 constexpr int64_t SIDE = 16, DEPTH = 32, BLOCK = 32;
@@ -58,12 +64,34 @@ static void transpose(const pair* in, int64_t stride, pair* out, int64_t out_str
         _mm512_storeu_si512(out + (12 + i) * out_stride, _mm512_shuffle_i32x4(b, d, 0xdd));
     }
 #else
-    for (int i = 0; i < 16; i++)
-        for (int j = 0; j < 16; j++) out[j * out_stride + i] = in[i * stride + j];
+    Lanes rows[16];
+    for (int i = 0; i < 16; i++) rows[i] = load<Lanes>(in + i * stride);
+    transpose16(rows, (float*)out, out_stride);
 #endif
 }
 
-#ifdef WHORL_PAIRS
+#ifdef WHORL_FP32
+// Eight or sixteen registers of sums: products have a latency of four or more cycles, and two begin in each.
+constexpr int64_t ROWS_AT_ONCE = HELD == 32 ? 8 : 4, COLUMNS_AT_ONCE = HELD == 32 ? 2 : 1;
+
+// `multiply` of ROWS_AT_ONCE rows of one left tile and COLUMNS_AT_ONCE right tiles.
+static inline void multiply_rows(const float* left, int64_t left_stride, int64_t left_step, const float* right, int64_t column,
+                                 int64_t steps, float* out, int64_t stride, bool add) {
+    Lanes sums[ROWS_AT_ONCE][COLUMNS_AT_ONCE];
+    UNROLL for (int64_t m = 0; m < ROWS_AT_ONCE; m++)
+        UNROLL for (int64_t h = 0; h < COLUMNS_AT_ONCE; h++) sums[m][h] = add ? load(out + m * stride + h * SIDE) : all(0.0f);
+    for (int64_t k = 0; k < steps; k++, left += left_step, right += TILE)
+        for (int64_t p = 0; p < DEPTH; p++) {
+            Lanes lines[COLUMNS_AT_ONCE];
+            UNROLL for (int64_t h = 0; h < COLUMNS_AT_ONCE; h++)
+                keep_in_registers(lines[h] = load(right + h * column + p * SIDE));
+            UNROLL for (int64_t m = 0; m < ROWS_AT_ONCE; m++)
+                UNROLL for (int64_t h = 0; h < COLUMNS_AT_ONCE; h++) sums[m][h] += left[m * left_stride + p] * lines[h];
+        }
+    UNROLL for (int64_t m = 0; m < ROWS_AT_ONCE; m++)
+        UNROLL for (int64_t h = 0; h < COLUMNS_AT_ONCE; h++) store(out + m * stride + h * SIDE, sums[m][h]);
+}
+#elif defined(WHORL_PAIRS)
 constexpr int64_t ROWS_AT_ONCE = 8;  // 16 sums: products have a latency of several cycles, and two begin in each
 
 // `multiply` of ROWS_AT_ONCE rows of one left tile.
@@ -94,9 +122,14 @@ static inline void multiply_rows(const bf16* left, int64_t left_stride, int64_t 
 
 // Sums of `steps` products of two left and two right tiles: out [32][32], rows `stride` apart. Left rows are `left_stride`
 // numbers apart; consecutive right tiles follow each other, and the second column of them is `column` numbers away.
-static void multiply(const bf16* left, int64_t left_stride, int64_t left_step, int64_t second, const bf16* right, int64_t column,
-                     int64_t steps, float* out, int64_t stride, bool add) {
-#if defined(WHORL_AMX) || defined(WHORL_EMULATED)
+static void multiply(const number* left, int64_t left_stride, int64_t left_step, int64_t second, const number* right,
+                     int64_t column, int64_t steps, float* out, int64_t stride, bool add) {
+#ifdef WHORL_FP32
+    for (int64_t m = 0; m < BLOCK; m += ROWS_AT_ONCE)
+        for (int64_t h = 0; h < BLOCK / SIDE; h += COLUMNS_AT_ONCE)
+            multiply_rows(left + (m / SIDE) * second + (m % SIDE) * left_stride, left_stride, left_step, right + h * column, column,
+                          steps, out + m * stride + h * SIDE, stride, add);
+#elif defined(WHORL_AMX) || defined(WHORL_EMULATED)
     const int64_t bytes = 4 * stride, left_bytes = 2 * left_stride;
     float* below = out + SIDE * stride;
     if (add) {
@@ -174,9 +207,9 @@ struct WholeTiles : TileRegisters {
     WholeTiles() { shape(TileShapes()); }
 };
 
-// How products run here: 2 on tiles, 1 by vectors of pairs, 0 by plain loops, or on tiles that are not permitted.
+// How products run here: 2 on tiles, 1 by vectors, 0 by plain loops, or on tiles that are not permitted.
 extern "C" inline __attribute__((used)) int32_t whorl_products() {
-#ifdef WHORL_PAIRS
+#if defined(WHORL_PAIRS) || defined(WHORL_FP32)
     return 1;
 #else
     return tiles_permitted() ? 2 : 0;
@@ -185,7 +218,7 @@ extern "C" inline __attribute__((used)) int32_t whorl_products() {
 
 // Uses the instructions of this file once, for a trial in a child process.
 extern "C" inline __attribute__((used)) void whorl_try() {
-    alignas(64) static bf16 operands[4 * TILE];
+    alignas(64) static number operands[4 * TILE];
     alignas(64) static float sums[BLOCK * BLOCK];
 #ifdef WHORL_AMX
     if (!tiles_permitted()) return;

@@ -9,6 +9,61 @@
 constexpr int64_t SIDE = 32;  // of the blocks of a transposition
 constexpr size_t AHEAD = 8;   // entries between the row that is updated and the one that is fetched
 
+// momentum += (gradient - momentum) (1 - mu); then direction = gradient + (momentum - gradient) mu, of the matrix
+// or of its transpose [columns][rows]. direction: null to leave it out.
+template <class T>
+static void average(const float* gradient, float* momentum, int64_t rows, int64_t columns, float mu, T* direction, int32_t turned) {
+    const float rest = 1.0f - mu;
+    const int64_t n = rows * columns;
+    if (!direction || !turned) {
+#pragma omp simd
+        for (int64_t c = 0; c < n; c++) {
+            const float g = gradient[c], m = momentum[c] + (g - momentum[c]) * rest;
+            momentum[c] = m;
+            if (direction) assign(direction[c], g + (m - g) * mu);
+        }
+        return;
+    }
+    T block[SIDE][SIDE];
+    for (int64_t r = 0; r < rows; r += SIDE)
+        for (int64_t c = 0; c < columns; c += SIDE) {
+            const int64_t height = std::min(SIDE, rows - r), width = std::min(SIDE, columns - c);
+            for (int64_t i = 0; i < height; i++) {
+                const float* g = gradient + (r + i) * columns + c;
+                float* m = momentum + (r + i) * columns + c;
+#pragma omp simd
+                for (int64_t j = 0; j < width; j++) {
+                    m[j] += (g[j] - m[j]) * rest;
+                    assign(block[i][j], g[j] + (m[j] - g[j]) * mu);
+                }
+            }
+            for (int64_t j = 0; j < width; j++)
+                for (int64_t i = 0; i < height; i++) direction[(c + j) * rows + r + i] = block[i][j];
+        }
+}
+
+// weight = weight * keep + update * factor; update: the matrix or its transpose.
+template <class T>
+static void add(float* weight, const T* update, int64_t rows, int64_t columns, float keep, float factor, int32_t turned) {
+    if (!turned) {
+#pragma omp simd
+        for (int64_t c = 0; c < rows * columns; c++) weight[c] = weight[c] * keep + widen(update[c]) * factor;
+        return;
+    }
+    T block[SIDE][SIDE];
+    for (int64_t r = 0; r < rows; r += SIDE)
+        for (int64_t c = 0; c < columns; c += SIDE) {
+            const int64_t height = std::min(SIDE, rows - r), width = std::min(SIDE, columns - c);
+            for (int64_t j = 0; j < width; j++)
+                for (int64_t i = 0; i < height; i++) block[i][j] = update[(c + j) * rows + r + i];
+            for (int64_t i = 0; i < height; i++) {
+                float* w = weight + (r + i) * columns + c;
+#pragma omp simd
+                for (int64_t j = 0; j < width; j++) w[j] = w[j] * keep + widen(block[i][j]) * factor;
+            }
+        }
+}
+
 extern "C" {
 
 // For each of `n` tensors (address of the parts, address of the sum, numbers): the sum of its parts, which follow each other
@@ -41,57 +96,18 @@ void whorl_sum_parts(const int64_t* tensors, int64_t n, int64_t parts, double* s
     }
 }
 
-// momentum += (gradient - momentum) (1 - mu); then direction = gradient + (momentum - gradient) mu in bf16, of the matrix
-// or of its transpose [columns][rows]. direction: null to leave it out.
-void whorl_momentum(const float* gradient, float* momentum, int64_t rows, int64_t columns, float mu, bf16* direction, int32_t turned) {
-    const float rest = 1.0f - mu;
-    const int64_t n = rows * columns;
-    if (!direction || !turned) {
-#pragma omp simd
-        for (int64_t c = 0; c < n; c++) {
-            const float g = gradient[c], m = momentum[c] + (g - momentum[c]) * rest;
-            momentum[c] = m;
-            if (direction) direction[c] = bf16(rounded(g + (m - g) * mu));
-        }
-        return;
-    }
-    bf16 block[SIDE][SIDE];
-    for (int64_t r = 0; r < rows; r += SIDE)
-        for (int64_t c = 0; c < columns; c += SIDE) {
-            const int64_t height = std::min(SIDE, rows - r), width = std::min(SIDE, columns - c);
-            for (int64_t i = 0; i < height; i++) {
-                const float* g = gradient + (r + i) * columns + c;
-                float* m = momentum + (r + i) * columns + c;
-#pragma omp simd
-                for (int64_t j = 0; j < width; j++) {
-                    m[j] += (g[j] - m[j]) * rest;
-                    block[i][j] = bf16(rounded(g[j] + (m[j] - g[j]) * mu));
-                }
-            }
-            for (int64_t j = 0; j < width; j++)
-                for (int64_t i = 0; i < height; i++) direction[(c + j) * rows + r + i] = block[i][j];
-        }
+// direction: bf16, or fp32 if `wide`; null to leave it out.
+void whorl_momentum(const float* gradient, float* momentum, int64_t rows, int64_t columns, float mu, void* direction, int32_t wide,
+                    int32_t turned) {
+    wide ? average(gradient, momentum, rows, columns, mu, (float*)direction, turned)
+         : average(gradient, momentum, rows, columns, mu, (bf16*)direction, turned);
 }
 
-// weight = weight * keep + update * factor; update: bf16, the matrix or its transpose.
-void whorl_add_update(float* weight, const bf16* update, int64_t rows, int64_t columns, float keep, float factor, int32_t turned) {
-    if (!turned) {
-#pragma omp simd
-        for (int64_t c = 0; c < rows * columns; c++) weight[c] = weight[c] * keep + widen(update[c]) * factor;
-        return;
-    }
-    bf16 block[SIDE][SIDE];
-    for (int64_t r = 0; r < rows; r += SIDE)
-        for (int64_t c = 0; c < columns; c += SIDE) {
-            const int64_t height = std::min(SIDE, rows - r), width = std::min(SIDE, columns - c);
-            for (int64_t j = 0; j < width; j++)
-                for (int64_t i = 0; i < height; i++) block[i][j] = update[(c + j) * rows + r + i];
-            for (int64_t i = 0; i < height; i++) {
-                float* w = weight + (r + i) * columns + c;
-#pragma omp simd
-                for (int64_t j = 0; j < width; j++) w[j] = w[j] * keep + widen(block[i][j]) * factor;
-            }
-        }
+// update: bf16, or fp32 if `wide`.
+void whorl_add_update(float* weight, const void* update, int64_t rows, int64_t columns, float keep, float factor, int32_t wide,
+                      int32_t turned) {
+    wide ? add(weight, (const float*)update, rows, columns, keep, factor, turned)
+         : add(weight, (const bf16*)update, rows, columns, keep, factor, turned);
 }
 
 // Adagrad with one accumulator a row, of the rows r with r mod parts = part. ids and gradients: the addresses of `parts`

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from whorl.machine.kernel_choice import fastest
-from whorl.nn.native.library import native_library
+from whorl.nn.native.library import native_library, short_name
 
 
 def sum_parts(parts: Sequence[Tensor], sums: Sequence[Tensor]) -> list[float]:
@@ -33,7 +33,7 @@ def sum_parts(parts: Sequence[Tensor], sums: Sequence[Tensor]) -> list[float]:
 def momentum_(momentum: Tensor, gradient: Tensor, mu: float, direction: Tensor | None) -> None:
     """Average a gradient [rows, columns] into the momentum, and write Nesterov's direction.
 
-    direction: [rows, columns] in bf16, or [columns, rows] for the transpose; None leaves it out.
+    direction: [rows, columns] in bf16 or fp32, or [columns, rows] for the transpose; None leaves it out.
     """
     rows, columns = gradient.shape
     _library().whorl_momentum(
@@ -42,17 +42,22 @@ def momentum_(momentum: Tensor, gradient: Tensor, mu: float, direction: Tensor |
         ctypes.c_int64(columns),
         ctypes.c_float(mu),
         None if direction is None else _pointer(direction),
+        ctypes.c_int32(direction is not None and direction.dtype == torch.float32),
         ctypes.c_int32(direction is not None and direction.shape != gradient.shape),
     )
 
 
 def add_update_(weight: Tensor, update: Tensor, keep: float, factor: float) -> None:
-    """Set weight to weight * keep + update * factor. update: bf16, in the shape of the weight or of its transpose."""
+    """Set weight to weight * keep + update * factor.
+
+    update: bf16 or fp32, in the shape of the weight or of its transpose.
+    """
     _library().whorl_add_update(
         *map(_pointer, (weight, update)),
         *(ctypes.c_int64(n) for n in weight.shape),
         ctypes.c_float(keep),
         ctypes.c_float(factor),
+        ctypes.c_int32(update.dtype == torch.float32),
         ctypes.c_int32(update.shape != weight.shape),
     )
 
@@ -84,10 +89,13 @@ def row_adagrad_(
     )
 
 
-def choose_update(rows: int, columns: int) -> bool:
-    """Time the passes of Muon's step over one matrix on a CPU; return whether C++ is the fastest."""
+def choose_update(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Time the passes of Muon's step over one matrix on a CPU; return whether C++ is the fastest.
+
+    dtype: of the products of the orthogonalization, bf16 or fp32.
+    """
     gradient, momentum, weight = torch.full((3, rows, columns), 0.5)
-    direction = torch.empty(columns, rows, dtype=torch.bfloat16)
+    direction = torch.zeros(columns, rows, dtype=dtype)
 
     def plain() -> None:
         momentum.lerp_(gradient, 0.05)
@@ -101,7 +109,7 @@ def choose_update(rows: int, columns: int) -> bool:
     candidates: dict[str, Callable[[], object]] = {"torch": plain}
     if native_library("update") is not None:
         candidates["native"] = native
-    return fastest(f"update {rows}x{columns}", candidates) == "native"
+    return fastest(f"update {rows}x{columns} {short_name(dtype)}", candidates) == "native"
 
 
 def _library() -> ctypes.CDLL:

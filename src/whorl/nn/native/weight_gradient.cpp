@@ -1,5 +1,5 @@
-// The weight gradient of a linear layer,  dW = dY^T X  in fp32, from bf16 rows. oneDNN multiplies a transposed left
-// operand at a third of its speed, and its result is bf16.
+// The weight gradient of a linear layer,  dW = dY^T X  in fp32, from rows of bf16, or of fp32 (WHORL_FP32). oneDNN
+// multiplies a transposed left operand of bf16 at a third of its speed, and its result is bf16.
 //
 // By sections of rows, whose X stays in the second-level cache as a right operand; in them by panels of outputs, whose dY
 // is turned once. One thread. Rows and both widths are multiples of 32.
@@ -14,11 +14,11 @@ constexpr int64_t PANEL = 128;  // outputs whose dY is turned together: adjacent
 extern "C" {
 
 // dy [rows][outer], x [rows][inner], dw [outer][inner]; all contiguous. Returns 1 without memory.
-int32_t whorl_weight_gradient(const bf16* dy, const bf16* x, float* dw, int64_t rows, int64_t inner, int64_t outer) {
-    const int64_t most = std::max(SECTION_ROWS, SECTION_BYTES / (2 * inner)), parts = (rows + most - 1) / most;
+int32_t whorl_weight_gradient(const number* dy, const number* x, float* dw, int64_t rows, int64_t inner, int64_t outer) {
+    const int64_t most = std::max(SECTION_ROWS, SECTION_BYTES / int64_t(sizeof(number) * inner)), parts = (rows + most - 1) / most;
     const int64_t section = ((rows + parts - 1) / parts + BLOCK - 1) / BLOCK * BLOCK;
-    if (!scratch.reserve(size_t(2 * section * (inner + PANEL) + 128))) return 1;
-    bf16 *right = scratch.take<bf16>(section * inner), *left = scratch.take<bf16>(section * PANEL);
+    if (!scratch.reserve(sizeof(number) * section * (inner + PANEL) + 128)) return 1;
+    number *right = scratch.take<number>(section * inner), *left = scratch.take<number>(section * PANEL);
     const WholeTiles tiles;
     for (int64_t start = 0; start < rows; start += section) {
         const int64_t count = std::min(section, rows - start), steps = count / DEPTH;

@@ -9,8 +9,8 @@
     update          the optimizer's passes, in torch or in C++         nn/native/update.py
     adamw           one operation after the other, or torch's fused    train/optim/optimizers.py
 
-Only in bf16: the loops of fp32 are as fast in torch, and a forced choice is refused there. Under torch's deterministic
-algorithms the first of each is taken.
+In bf16 and in fp32; in other types a forced choice is refused. Under torch's deterministic algorithms the first of each is
+taken.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.nn.native import linear
 from whorl.nn.native.cross_entropy import choose_logits_step
-from whorl.nn.native.library import build_sources
+from whorl.nn.native.library import build_sources, short_name
 from whorl.nn.native.update import choose_update
 from whorl.objectives.next_token import default_chunk_tokens, next_token
 from whorl.train.job import Job, last_rows
@@ -46,7 +46,7 @@ class Kernels:
     """The choices that are not made by shape.
 
     chunk_tokens: whose logits are held at a time, None for the default. native_update: the optimizer's passes in C++.
-    fused_adamw: as `OptimConfig.fused`; None in fp32 and on a GPU, which leaves it to `AdamW`.
+    fused_adamw: as `OptimConfig.fused`; None in other types and on a GPU, which leaves it to `AdamW`.
     """
 
     chunk_tokens: int | None = None
@@ -77,33 +77,32 @@ def choose_step_kernels(
     Raises:
         ConfigError: a forced choice that is impossible.
     """
-    device = model.embedding.device.type
-    if device not in ("cpu", "meta") or model.dtype != torch.bfloat16:
-        kind = str(model.dtype).removeprefix("torch.")
-        refuse_forced(
-            CHOICES, f"training in {kind} on {device} has none; there are choices in bfloat16 on a CPU"
-        )
+    device, dtype = model.embedding.device.type, model.dtype
+    if device not in ("cpu", "meta") or dtype not in (torch.bfloat16, torch.float32):
+        kind = str(dtype).removeprefix("torch.")
+        allowed = "there are choices in bfloat16 and float32 on a CPU"
+        refuse_forced(CHOICES, f"training in {kind} on {device} has none; {allowed}")
         return Kernels()
     if not torch.are_deterministic_algorithms_enabled():
-        build_sources()
+        build_sources(dtype)
     layers = (mixer for mixer in model.layer_mixers() if isinstance(mixer, MultiHeadAttention))
     for heads, head_dim in sorted({(mixer.n_heads, mixer.head_dim) for mixer in layers}):
         for shape in filter(None, ((rows, length), long)):
-            choose_path(shape[0], heads, shape[1], head_dim)
+            choose_path(shape[0], heads, shape[1], head_dim, dtype)
     vocabulary, width = model.head_weight.shape
     tokens = rows * length
     linears = [m for m in model.modules() if type(m) is Linear and m.bias is None and m.matmul is None]
     shapes = {(m.weight.shape[1], m.weight.shape[0]) for m in linears}
     plain = (m for m in model.modules() if isinstance(m, mlp.MLP) and m.is_plain_relu2)
     for d, hidden in sorted({(m.up.weight.shape[1], m.up.weight.shape[0]) for m in plain}):
-        if mlp.choose_path(tokens, d, hidden) == "native":
+        if mlp.choose_path(tokens, d, hidden, dtype) == "native":
             shapes -= {(d, hidden), (hidden, d)}
     for inner, outer in sorted(shapes):
-        linear.choose_weight_gradient(tokens, inner, outer)
-    step = choose_logits_step(min(default_chunk_tokens(vocabulary), tokens), vocabulary)
+        linear.choose_weight_gradient((tokens, inner, outer), dtype)
+    step = choose_logits_step(min(default_chunk_tokens(vocabulary), tokens), vocabulary, dtype)
     return Kernels(
         _choose_chunk(tokens, model, step),
-        choose_update(4 * width, width),
+        choose_update(4 * width, width, dtype),
         fused_adamw if fused_adamw is not None else _choose_fused_adamw(vocabulary * width),
     )
 
@@ -126,11 +125,11 @@ def _choose_chunk(tokens: int, model: LanguageModel, step: str) -> int:
     step: the choice of `choose_logits_step`. Returns the tokens of a chunk: the default, untimed, if no larger one is needed
     or allowed, or under deterministic algorithms.
     """
-    vocabulary, width = model.head_weight.shape
+    (vocabulary, width), dtype = model.head_weight.shape, model.dtype
     default = default_chunk_tokens(vocabulary)
     sizes = [default, *(default * n for n in CHUNK_FACTORS if default * n * vocabulary <= MAX_LOGITS)]
     sizes = [size for n, size in enumerate(sizes) if n == 0 or sizes[n - 1] < tokens]
-    hidden = torch.arange(tokens * width).remainder(97).sub(48).div(48).bfloat16().view(tokens, width)
+    hidden = torch.arange(tokens * width).remainder(97).sub(48).div(48).to(dtype).view(tokens, width)
     head = torch.arange(vocabulary * width).remainder(89).sub(44).div(2000).view(vocabulary, width)
     targets, mask = torch.arange(tokens) % vocabulary, torch.ones(tokens, dtype=torch.bool)
 
@@ -139,7 +138,7 @@ def _choose_chunk(tokens: int, model: LanguageModel, step: str) -> int:
 
     def run(size: int, native: bool) -> Callable[[], object]:
         def loss() -> object:
-            linear.select(shape(size), native)
+            linear.select(shape(size), dtype, native)
             return next_token(
                 hidden, head, targets, mask, select_step=logits_step, chunk_tokens=size,
                 weight_gradient=linear.weight_gradient,
@@ -148,8 +147,8 @@ def _choose_chunk(tokens: int, model: LanguageModel, step: str) -> int:
         return loss
 
     ways = {str(n): run(n, False) for n in sizes}
-    ways |= {f"{n} native": run(n, True) for n in sizes if linear.supports(*shape(n))}
-    name = f"head {tokens}x{width}x{vocabulary} bf16, {step}"
+    ways |= {f"{n} native": run(n, True) for n in sizes if linear.supports(shape(n), dtype)}
+    name = f"head {tokens}x{width}x{vocabulary} {short_name(dtype)}, {step}"
     size, _, native = fastest(name, ways, flops=6.0 * tokens * width * vocabulary).partition(" ")
-    linear.select(shape(int(size)), bool(native))
+    linear.select(shape(int(size)), dtype, bool(native))
     return int(size)

@@ -81,7 +81,7 @@ class Muon(Optimizer):
         decay_scale: by name, times weight_decay; default 1.
         dtype: of the orthogonalization's products.
         rounding: of updates, for weights narrower than fp32.
-        native: passes over memory in C++, for bf16 products and fp32 weights.
+        native: passes over memory in C++, for products in bf16 or fp32 and fp32 weights.
 
     Groups save time: momentum averages some twenty gradients, so the direction changes little per step. Orthogonalizing
     every matrix in every step would take a seventh of a small model's training time (LOG.md).
@@ -134,7 +134,7 @@ class Muon(Optimizer):
         native: bool = False,
     ) -> None:
         self.rounding = rounding
-        self.native = native and rounding is None and dtype == torch.bfloat16
+        self.native = native and rounding is None and dtype in (torch.bfloat16, torch.float32)
         self._native_shapes: dict[
             tuple[int, int, int], bool
         ] = {}  # shape of a batch -> orthogonalized in C++
@@ -182,7 +182,7 @@ class Muon(Optimizer):
     def _orthogonalize(self, directions: Tensor) -> Tensor:
         shape = (directions.shape[0], directions.shape[1], directions.shape[2])
         if self.native and shape not in self._native_shapes:
-            self._native_shapes[shape] = choose_orthogonalize(shape, POLAR_EXPRESS, orthogonalize)
+            self._native_shapes[shape] = choose_orthogonalize(shape, POLAR_EXPRESS, self.dtype, orthogonalize)
         if self._native_shapes.get(shape, False):
             return orthogonalize_(directions, POLAR_EXPRESS)
         return orthogonalize(directions)

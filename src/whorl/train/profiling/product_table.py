@@ -135,8 +135,9 @@ class ProductTimes:
         bounds = {self.threads: measure_bounds(self.threads)}
         with _threads(self.threads):
             choices = []
-            if self.dtype == "bfloat16":
-                choices = training_choices(self.model, self.rows, self.length, every)
+            if self.dtype in ("bfloat16", "float32"):
+                dtype = getattr(torch, self.dtype)
+                choices = training_choices(self.model, self.rows, self.length, every, dtype)
             found = [
                 _time_choice(request, calls, self.dtype, self.threads, refresh) for request, calls in choices
             ]

@@ -24,18 +24,19 @@ PAGE_SIZE, PAGES, ROWS = 16, 8, 8  # of the engine's timed steps
 
 
 def training_choices(
-    model: TransformerConfig, rows: int, length: int, muon_every: int
+    model: TransformerConfig, rows: int, length: int, muon_every: int, dtype: torch.dtype
 ) -> list[tuple[ChoiceRequest, int]]:
-    """Return the choices of one replica's bf16 step on `rows` of `length` tokens, with the number of calls in a step.
+    """Return the choices of one replica's step on `rows` of `length` tokens, with the number of calls in a step.
 
+    dtype: bf16 or fp32.
     0 calls: part of another choice (the loss, of the head), or no matrix product (the optimizer's passes).
     """
     with meta_device():
-        network = make_model(model, dtype=torch.bfloat16)
+        network = make_model(model, dtype=dtype)
     with listed_requests() as requests:
         choose_step_kernels(network, rows, length)
         for batch in muon_batches(model, muon_every):
-            choose_orthogonalize(batch, POLAR_EXPRESS, orthogonalize)
+            choose_orthogonalize(batch, POLAR_EXPRESS, dtype, orthogonalize)
     layers = Counter(
         f"attention {rows}x{mixer.n_heads}x{length}x{mixer.head_dim}"
         for mixer in network.layer_mixers()

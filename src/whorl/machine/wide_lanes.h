@@ -30,6 +30,11 @@ INLINE void store_as(To* to, Ints v) {
     store(to, __builtin_convertvector(v, Narrow));
 }
 
+template <class V>
+INLINE void keep_in_registers(V& v) {  // as in split_lanes.h
+    asm("" : "+v"(v));
+}
+
 INLINE Bits load_halves(const bf16* from) {  // otherwise the compiler splits and joins halves
     return (Bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
 }
@@ -42,8 +47,8 @@ INLINE Ints to_ints(Lanes v) { return __builtin_convertvector(v, Ints); }  // tr
 
 INLINE Lanes choose(Ints mask, Lanes a, Lanes b) { return mask ? a : b; }
 INLINE Ints choose(Ints mask, Ints a, Ints b) { return mask ? a : b; }
-INLINE Lanes min_lanes(Lanes a, Lanes b) { return a < b ? a : b; }
-INLINE Lanes max_lanes(Lanes a, Lanes b) { return a > b ? a : b; }
+INLINE Lanes min_lanes(Lanes a, Lanes b) { return (Lanes)_mm512_min_ps((__m512)a, (__m512)b); }  // b if one is NaN
+INLINE Lanes max_lanes(Lanes a, Lanes b) { return (Lanes)_mm512_max_ps((__m512)a, (__m512)b); }
 
 INLINE float sum_lanes(Lanes v) { return _mm512_reduce_add_ps((__m512)v); }
 INLINE float max_of(Lanes v) { return _mm512_reduce_max_ps((__m512)v); }
