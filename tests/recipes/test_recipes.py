@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -342,19 +343,25 @@ def test_native_code_is_compiled_during_the_steps_before_training(
     flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
-    monkeypatch.setattr(
-        native_build, "start_builds", lambda sources: built.extend(source.stem for source, _ in sources)
-    )
+
+    def start(sources: Iterable[native_build.Source], later: Iterable[native_build.Source]) -> None:
+        built.extend(f"{source.stem} {' '.join(options)}".rstrip() for source, options in sources)
+        built.extend(f"later {source.stem}" for source, _ in later)
+
+    monkeypatch.setattr(native_build, "start_builds", start)
     monkeypatch.setattr(identity, "cpu_identity", lambda: CpuIdentity("a CPU", flags=flags))
-    training = list(library.NAMES) if flags else []
+    fp32 = "" if flags else f" {library.FP32}"
+    training = [
+        f"{name} {library.FLAGS[0]}{fp32 if name in library.PRODUCTS else ''}" for name in library.NAMES
+    ]
     quickstart = load_recipe("quickstart", budget="1e14flops")
     deterministic = load_recipe("quickstart", budget="1e14flops", deterministic=True)
     for recipe, first, expected in (
-        (quickstart, "ingest", ["native", *training]),
+        (quickstart, "ingest", [*training, "later native"]),
         (quickstart.with_ancestors("plan"), "ingest", training),
         (quickstart.with_ancestors("tasks"), "ingest", []),
         (quickstart, "plan", []),  # it measures the machine
-        (deterministic, "curate", ["native"]),
+        (deterministic, "curate", ["later native"]),
     ):
         built.clear()
         start_native_builds(first, {s.kind.name: s.config for s in recipe.steps.values()})

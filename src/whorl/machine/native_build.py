@@ -49,6 +49,11 @@ COMMON_FLAGS = (
 # Tried in turn until one compiles and runs; x86-64-v3 has AVX2.
 ARCH_FLAGS = (("-march=native",), ("-mcpu=native",), ("-march=x86-64-v3",), ())
 TRIAL_SECONDS = 60.0
+# Runs the rest of its command on cores that nothing else wants.
+_WHEN_IDLE = (
+    "import os, sys; f = getattr(os, 'sched_setscheduler', None); "
+    "f(0, os.SCHED_IDLE, os.sched_param(0)) if f else os.nice(19); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 _TRIAL = "import ctypes, sys; getattr(ctypes.CDLL(sys.argv[1]), 'whorl_try', int)()"
 COMPILE_TIMEOUT_SECONDS = 300.0
 SHARED_HEADERS = Path(__file__).parent  # which any source may include
@@ -89,10 +94,11 @@ def load_library(source: Path, folder: Path, flags: tuple[str, ...] = ()) -> cty
         raise BuildError(f"{target}: {error}") from error
 
 
-def build_libraries(libraries: Iterable[Source]) -> None:
+def build_libraries(libraries: Iterable[Source], *, when_idle: bool = False) -> None:
     """Compile those of `libraries`, (source, flags), that are missing in `cache_folder`, two at a time.
 
-    A failure is left to `load_library`, which compiles again and raises the reason.
+    when_idle: only on cores that nothing else wants. A failure is left to `load_library`, which compiles again and raises
+    the reason.
     """
 
     def build(library: Source) -> None:
@@ -100,22 +106,33 @@ def build_libraries(libraries: Iterable[Source]) -> None:
         with suppress(BuildError, OSError):
             target = library_file(source, cache_folder(), flags)
             if not target.exists():
-                _compile_once(find_compiler(), source, flags, target)
+                _compile_once(find_compiler(), source, flags, target, when_idle)
 
     if is_enabled():
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(build, libraries))
 
 
-def start_builds(libraries: Iterable[Source]) -> None:
-    """Begin `build_libraries` in a thread; `finish_builds` waits for it."""
-    thread = threading.Thread(target=build_libraries, args=(list(libraries),), name="native builds")
+def start_builds(libraries: Iterable[Source], later: Iterable[Source] = ()) -> None:
+    """Begin `build_libraries` in a thread, for which `finish_builds` waits.
+
+    later: compiled afterwards and when a core is idle; `finish_builds` does not wait for these.
+    """
+    first, last = list(libraries), list(later)
+    thread = threading.Thread(target=build_libraries, args=(first,), name="native builds")
+
+    def wait_and_build() -> None:
+        thread.join()
+        build_libraries(last, when_idle=True)
+
     _started.append(thread)
     thread.start()
+    if last:
+        threading.Thread(target=wait_and_build, name="later native builds").start()
 
 
 def finish_builds() -> None:
-    """Wait for what `start_builds` has begun: a running compiler would slow down measurements."""
+    """Wait for the libraries that `start_builds` compiles first: the compiler would slow down measurements."""
     while _started:
         _started.pop().join()
 
@@ -184,7 +201,9 @@ def cpu_description() -> str:
     return "\n".join(sorted(line for line in lines if line.startswith(prefixes)))
 
 
-def _compile_once(compiler: str, source: Path, flags: tuple[str, ...], target: Path) -> None:
+def _compile_once(
+    compiler: str, source: Path, flags: tuple[str, ...], target: Path, when_idle: bool = False
+) -> None:
     """Compile under a lock, unless another process does it first. Each library has its own: two sources may have one name.
 
     Raises:
@@ -193,9 +212,12 @@ def _compile_once(compiler: str, source: Path, flags: tuple[str, ...], target: P
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released on close or when the process dies
-        if not target.exists():
-            _compile_into(compiler, source, flags, target)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process dies, too
+        try:
+            if not target.exists():
+                _compile_into(compiler, source, flags, target, when_idle)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also for a child that was forked meanwhile and has a copy
 
 
 def _killed_by(library: Path) -> str:
@@ -207,21 +229,24 @@ def _killed_by(library: Path) -> str:
     return "a time limit"
 
 
-def _compile_into(compiler: str, source: Path, extra: tuple[str, ...], target: Path) -> None:
+def _compile_into(
+    compiler: str, source: Path, extra: tuple[str, ...], target: Path, when_idle: bool = False
+) -> None:
     """Compile to a temporary file, then rename it.
 
     Raises:
         BuildError: the compiler fails with all flags.
     """
     reason, is_too_old = "", False
+    before = [sys.executable, "-I", "-S", "-c", _WHEN_IDLE] if when_idle else []
+    timeout = None if when_idle else COMPILE_TIMEOUT_SECONDS
     for flags in ARCH_FLAGS:
         descriptor, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(descriptor)
-        command = [compiler, *COMMON_FLAGS, f"-I{SHARED_HEADERS}", *extra, *flags, str(source), "-o", name]
+        arguments = [*COMMON_FLAGS, f"-I{SHARED_HEADERS}", *extra, *flags, str(source), "-o", name]
+        command = [*before, compiler, *arguments]
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_SECONDS, check=False
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
             if done.returncode == 0 and (killed := _killed_by(Path(name))):
                 reason = reason or f"code for {' '.join(flags) or 'any CPU'} was killed by {killed}"
                 warnings.warn(f"{source.name}: {reason}; it is not used", RuntimeWarning, stacklevel=2)

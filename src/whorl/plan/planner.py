@@ -47,6 +47,9 @@ MIN_LONG_STEPS = 200  # of a run with long rows; 1,200 steps gain by them, and s
 MIN_STEPS = 20
 MIN_LADDER_STEPS = 400  # of a shape that is a candidate
 MIN_COMPILE_BUDGET = 120.0  # seconds; in a shorter run compiling takes longer than it saves
+UNTIMED_SLOWDOWN = (
+    1.15  # at least, of uncompiled steps of several replicas in place of one: they wait, and share caches
+)
 MIN_COMPILE_LONG_BUDGET = 1200.0  # the same for steps with long rows: a tenth of the steps
 # For a network without query and key norms and with a small initial embedding. The default rates reach 3.75 nats after
 # 1,000 steps, these 2.90 (LOG.md).
@@ -298,7 +301,8 @@ def _choose_compilation(
             task.update(note="compiled (compiling)")
             compiled = plain.model_copy(update={"compile": True})
             options.append((compiled, time_steps(compiled, seconds=seconds)))
-        is_faster = options and uncompiled is not None and options[0][1].step_seconds < uncompiled
+        slower = UNTIMED_SLOWDOWN if replicas > 1 else 1.0
+        is_faster = options and uncompiled is not None and options[0][1].step_seconds < slower * uncompiled
         if config.compile is not True and not is_faster:
             task.update(note="uncompiled")
             options.append((plain, time_steps(plain, seconds=seconds)))

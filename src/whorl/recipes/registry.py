@@ -194,5 +194,5 @@ def start_native_builds(first: str, steps: Mapping[str, BaseModel]) -> None:
     has_bf16 = any("bf16" in flag for flag in cpu_identity().flags)
     dtype = torch.bfloat16 if has_bf16 else torch.float32
     training = [] if any(map(is_deterministic, steps.values())) else sources(dtype)
-    # The engine's takes as long as all others together, so it is first.
-    start_builds([*([(SOURCE, ())] if "pretrain" in steps else []), *training])
+    # The engine's takes as long as all others together, and is needed after training.
+    start_builds(training, later=[(SOURCE, ())] if "pretrain" in steps else [])
