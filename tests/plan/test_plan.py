@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from whorl.errors import BudgetError, ConfigError
+from whorl.machine.budget import Budget
 from whorl.machine.device_probe import Machine
 from whorl.models import TransformerConfig
 from whorl.plan import expected, planner
@@ -140,6 +141,26 @@ def test_few_shallow_networks_are_timed(
     chosen = [job.compile for job in timed if job.replicas > 1]
     assert timed[-1].model == made.job.model and made.job.compile == (budget != "20s")
     assert chosen == {"20s": [False], "1h": [True], "1e15flops": [True, False]}[budget]
+
+
+@pytest.mark.parametrize(
+    ("factor", "replicas", "uncompiled"), [(1.0, 2, False), (1.2, 2, True), (1.1, 1, True)]
+)
+def test_uncompiled_step_is_timed_where_it_may_be_faster(
+    factor: float, replicas: int, uncompiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """factor: time of the compiled step of all replicas, relative to the uncompiled one of one replica."""
+    timed: list[bool] = []
+
+    def time_steps(job: Job, **_: Any) -> StepTiming:
+        timed.append(job.compile)
+        return StepTiming(1.0, factor if job.compile else 1.0)
+
+    monkeypatch.setattr(planner, "time_steps", time_steps)
+    config = PlanConfig(budget="5m")
+    model = decoder_config(64, 1, 512)
+    planner._choose_compilation(config, model, MACHINE, replicas, Budget.parse("5m"), 1.0, Progress.silent())
+    assert timed == [True, False][: 1 + uncompiled]
 
 
 def test_plan_shows_time_to_first_training_step() -> None:

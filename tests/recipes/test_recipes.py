@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, DataError, StoreError
-from whorl.machine import identity, native_build
+from whorl.machine import device_probe, identity, native_build
 from whorl.machine.budget import BudgetText
 from whorl.machine.device_probe import Measurement, choose
 from whorl.machine.forced_choices import FORCE, forced_choices
@@ -340,15 +340,17 @@ def test_run_writes_log_and_records(store: Store) -> None:
 
 @pytest.mark.parametrize("flags", [(), ("avx512_bf16",), ("avx512_bf16", "amx_tile", "amx_bf16")])
 def test_native_code_is_compiled_during_the_steps_before_training(
-    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
 
-    def start(sources: Iterable[native_build.Source], later: Iterable[native_build.Source]) -> None:
+    def start(sources: Iterable[native_build.Source], later: Iterable[native_build.Source] = ()) -> None:
         built.extend(f"{source.stem} {' '.join(options)}".rstrip() for source, options in sources)
         built.extend(f"later {source.stem}" for source, _ in later)
 
     monkeypatch.setattr(native_build, "start_builds", start)
+    monkeypatch.delenv("WHORL_DTYPE", raising=False)
+    monkeypatch.setattr(device_probe, "QUOTAS", ())
     monkeypatch.setattr(identity, "cpu_identity", lambda: CpuIdentity("a CPU", flags=flags))
     fp32 = "" if flags else f" {library.FP32}"
     training = [
@@ -366,6 +368,13 @@ def test_native_code_is_compiled_during_the_steps_before_training(
         built.clear()
         start_native_builds(first, {s.kind.name: s.config for s in recipe.steps.values()})
         assert built == expected
+    quota = tmp_path / "cpu.max"
+    quota.write_text("1000 1000")
+    monkeypatch.setattr(device_probe, "QUOTAS", ((quota,),))
+    if device_probe.usable_cores(quota=False) > 1:  # then an idle core is not free
+        built.clear()
+        start_native_builds("ingest", {s.kind.name: s.config for s in quickstart.steps.values()})
+        assert built == ["native", *training]
 
 
 def test_step_leaves_the_number_of_threads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

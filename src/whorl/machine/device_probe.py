@@ -7,7 +7,7 @@ the geometric mean over the shapes. bf16 must be faster by a fifth, since castin
 
 GPU dtypes depend on the capability (`gpu_dtypes`): bf16 from 8.0, fp8 from 8.9, fp16 with loss scaling below 8.0. fp8
 loses quality, so it must be faster by more. It is timed with its overhead (two maxima, two casts) and offered only if a
-product is correct. A CPU uses fp16 or fp8 (emulated) only on request. The GPU code has not run on a GPU yet.
+product is correct. A CPU uses fp16 or fp8 (emulated) only on request.
 
 The cache (`~/.cache/whorl`, keyed by `identity.py`, usable cores, GPU and torch version) holds the measurements. `choose`
 is a pure function of one, and every choice can be forced by argument or by `WHORL_DEVICE`, `WHORL_DTYPE`, `WHORL_THREADS`.
@@ -141,10 +141,10 @@ def restore_threads() -> None:
         _threads_before = None
 
 
-def usable_cores() -> int:
-    """Number of cores this process may use: its affinity, limited by the container's CPU quota (cgroup v2 or v1)."""
+def usable_cores(quota: bool = True) -> int:
+    """Number of cores this process may use: its affinity, limited by a container's CPU quota (cgroup v2 or v1)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for files in QUOTAS:
+    for files in QUOTAS if quota else ():
         words = " ".join(path.read_text() for path in files if path.exists()).split()
         if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
             cores = min(cores, max(1, math.ceil(int(words[0]) / int(words[1]))))

@@ -18,6 +18,7 @@ complete.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import functools
@@ -47,13 +48,9 @@ COMMON_FLAGS = (
     "-fno-trapping-math",
 )
 # Tried in turn until one compiles and runs; x86-64-v3 has AVX2.
-ARCH_FLAGS = (("-march=native",), ("-mcpu=native",), ("-march=x86-64-v3",), ())
+NATIVE_FLAG = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+ARCH_FLAGS = ((NATIVE_FLAG,), ("-march=x86-64-v3",), ())
 TRIAL_SECONDS = 60.0
-# Runs the rest of its command on cores that nothing else wants.
-_WHEN_IDLE = (
-    "import os, sys; f = getattr(os, 'sched_setscheduler', None); "
-    "f(0, os.SCHED_IDLE, os.sched_param(0)) if f else os.nice(19); os.execvp(sys.argv[1], sys.argv[1:])"
-)
 _TRIAL = "import ctypes, sys; getattr(ctypes.CDLL(sys.argv[1]), 'whorl_try', int)()"
 COMPILE_TIMEOUT_SECONDS = 300.0
 SHARED_HEADERS = Path(__file__).parent  # which any source may include
@@ -94,11 +91,10 @@ def load_library(source: Path, folder: Path, flags: tuple[str, ...] = ()) -> cty
         raise BuildError(f"{target}: {error}") from error
 
 
-def build_libraries(libraries: Iterable[Source], *, when_idle: bool = False) -> None:
+def build_libraries(libraries: Iterable[Source]) -> None:
     """Compile those of `libraries`, (source, flags), that are missing in `cache_folder`, two at a time.
 
-    when_idle: only on cores that nothing else wants. A failure is left to `load_library`, which compiles again and raises
-    the reason.
+    A failure is left to `load_library`, which compiles again and raises the reason.
     """
 
     def build(library: Source) -> None:
@@ -106,7 +102,7 @@ def build_libraries(libraries: Iterable[Source], *, when_idle: bool = False) -> 
         with suppress(BuildError, OSError):
             target = library_file(source, cache_folder(), flags)
             if not target.exists():
-                _compile_once(find_compiler(), source, flags, target, when_idle)
+                _compile_once(find_compiler(), source, flags, target)
 
     if is_enabled():
         with ThreadPoolExecutor(2) as threads:
@@ -116,28 +112,58 @@ def build_libraries(libraries: Iterable[Source], *, when_idle: bool = False) -> 
 def start_builds(libraries: Iterable[Source], later: Iterable[Source] = ()) -> None:
     """Begin `build_libraries` in a thread, for which `finish_builds` waits.
 
-    later: compiled afterwards and when a core is idle; `finish_builds` does not wait for these.
+    later: compiled from then on in child processes, on idle cores (`build_when_idle`).
     """
-    first, last = list(libraries), list(later)
-    thread = threading.Thread(target=build_libraries, args=(first,), name="native builds")
-
-    def wait_and_build() -> None:
-        thread.join()
-        build_libraries(last, when_idle=True)
-
+    thread = threading.Thread(target=build_libraries, args=(list(libraries),), name="native builds")
     _started.append(thread)
     thread.start()
-    if last:
-        threading.Thread(target=wait_and_build, name="later native builds").start()
+    _later.extend(later)
 
 
 def finish_builds() -> None:
-    """Wait for the libraries that `start_builds` compiles first: the compiler would slow down measurements."""
+    """Wait for the libraries of `start_builds`, as a compiler would slow down measurements; begin the later ones."""
     while _started:
         _started.pop().join()
+    while _later and is_enabled():
+        source, flags = _later.pop(0)
+        command = [sys.executable, "-m", "whorl.machine.native_build", str(source), *flags]
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0,
+        )  # fmt: skip
+        atexit.register(_stop, child)
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child of `finish_builds` and its compiler, if it still runs."""
+    if child.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def build_when_idle(source: Path, flags: tuple[str, ...]) -> None:
+    """Compile a library at the priority SCHED_IDLE, unless it exists or another process does it.
+
+    Its lock is another one than that of `load_library`, which would wait for a process that gets no time: it compiles again.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+        OSError: the folder cannot be written.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):  # not Linux, or refused in a sandbox
+        os.nice(19)
+    target = library_file(source, cache_folder(), flags)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".idle.lock").open("w") as lock, suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not target.exists():
+            _compile_into(find_compiler(), source, flags, target, same_group=True)
 
 
 _started: list[threading.Thread] = []
+_later: list[Source] = []
 
 
 def library_file(source: Path, folder: Path, flags: tuple[str, ...] = ()) -> Path:
@@ -201,9 +227,7 @@ def cpu_description() -> str:
     return "\n".join(sorted(line for line in lines if line.startswith(prefixes)))
 
 
-def _compile_once(
-    compiler: str, source: Path, flags: tuple[str, ...], target: Path, when_idle: bool = False
-) -> None:
+def _compile_once(compiler: str, source: Path, flags: tuple[str, ...], target: Path) -> None:
     """Compile under a lock, unless another process does it first. Each library has its own: two sources may have one name.
 
     Raises:
@@ -215,7 +239,7 @@ def _compile_once(
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process dies, too
         try:
             if not target.exists():
-                _compile_into(compiler, source, flags, target, when_idle)
+                _compile_into(compiler, source, flags, target)
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)  # also for a child that was forked meanwhile and has a copy
 
@@ -230,23 +254,28 @@ def _killed_by(library: Path) -> str:
 
 
 def _compile_into(
-    compiler: str, source: Path, extra: tuple[str, ...], target: Path, when_idle: bool = False
+    compiler: str, source: Path, extra: tuple[str, ...], target: Path, *, same_group: bool = False
 ) -> None:
     """Compile to a temporary file, then rename it.
 
+    same_group: the compiler is in this process group and has no time limit. Else Ctrl-C does not reach it: a compiler that
+    it stops would look like one that refuses the flags.
+
     Raises:
-        BuildError: the compiler fails with all flags.
+        BuildError: the compiler fails with all flags, or is killed.
     """
     reason, is_too_old = "", False
-    before = [sys.executable, "-I", "-S", "-c", _WHEN_IDLE] if when_idle else []
-    timeout = None if when_idle else COMPILE_TIMEOUT_SECONDS
+    group, timeout = (None, None) if same_group else (0, COMPILE_TIMEOUT_SECONDS)
     for flags in ARCH_FLAGS:
         descriptor, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(descriptor)
         arguments = [*COMMON_FLAGS, f"-I{SHARED_HEADERS}", *extra, *flags, str(source), "-o", name]
-        command = [*before, compiler, *arguments]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+            done = subprocess.run(
+                [compiler, *arguments], capture_output=True, text=True, timeout=timeout, check=False, process_group=group
+            )  # fmt: skip
+            if done.returncode < 0 or "signal terminated program" in done.stderr:
+                raise BuildError(f"{compiler} was killed while it built {source.name}")
             if done.returncode == 0 and (killed := _killed_by(Path(name))):
                 reason = reason or f"code for {' '.join(flags) or 'any CPU'} was killed by {killed}"
                 warnings.warn(f"{source.name}: {reason}; it is not used", RuntimeWarning, stacklevel=2)
@@ -267,3 +296,7 @@ def _compile_into(
         finally:
             Path(name).unlink(missing_ok=True)
     raise BuildError(f"{compiler} cannot build {source.name}: {reason}")
+
+
+if __name__ == "__main__":
+    build_when_idle(Path(sys.argv[1]), tuple(sys.argv[2:]))

@@ -258,6 +258,9 @@ INLINE Lanes sums16(const Lanes* v) {
 }
 INLINE void transpose16(const Lanes* v, float* out, int64_t stride) {
     for (int i = 0; i < 16; i++)
-        for (int j = 0; j < 16; j++) out[j * stride + i] = v[i][j];
+        for (int j = 0; j < 16; j++) {
+            const float number = v[i][j];  // `out` may hold numbers of another type
+            memcpy(out + j * stride + i, &number, sizeof number);
+        }
 }
 #endif

@@ -83,9 +83,13 @@ class MLP(nn.Module):
 
     @property
     def is_plain_relu2(self) -> bool:
-        """Whether the C++ kernel can compute it: squared ReLU between two plain matrices without biases."""
+        """Whether the C++ kernel can compute it: squared ReLU between two plain matrices without biases and hooks (LoRA)."""
         return self.kind == "relu2" and all(
-            type(layer) is Linear and layer.bias is None and layer.matmul is None
+            type(layer) is Linear
+            and layer.bias is None
+            and layer.matmul is None
+            and not layer._forward_hooks
+            and not layer._forward_pre_hooks
             for layer in (self.up, self.down)
         )
 

@@ -37,7 +37,7 @@ from whorl.train.job import LONG_FACTOR, Job
 from whorl.train.profiling.step_timer import StepTiming, time_steps
 
 # Compiled / uncompiled step time, for ranking only; the chosen shape is timed. On a GPU of launches (LOG.md).
-COMPILED_TIME_RATIO = {"cpu": 0.72, "cuda": 0.28}
+COMPILED_TIME_RATIO = {"cpu": 0.72, "cpu float32": 0.9, "cuda": 0.28}
 SHAPES_SHARE = 0.03  # of a budget of seconds, after which no further width is timed
 CHOSEN_SHARE = 0.007  # of a budget of seconds, for timed steps of the chosen shape, without its start
 PEAK_SHARE = 0.2  # of the peak, assumed before the first timing; decides only the width that is timed first
@@ -80,7 +80,7 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
     else:
         candidates, is_timed = _rank_candidates(config, machine, replicas, budget, corpus_bytes, progress)
         best = best_candidate(candidates)
-        ratio = COMPILED_TIME_RATIO[machine.device]
+        ratio = _compiled_time_ratio(config, machine)
         chosen, uncompiled = best.model, best.step_seconds / ratio if is_timed else None
     timing: StepTiming | None = None
     if config.deterministic:
@@ -207,6 +207,11 @@ def _choose_dtype(config: PlanConfig, machine: Machine) -> str:
     return (machine.without_measured_choices() if config.deterministic else machine).dtype
 
 
+def _compiled_time_ratio(config: PlanConfig, machine: Machine) -> float:
+    kind = f"{machine.device} {_choose_dtype(config, machine)}"
+    return COMPILED_TIME_RATIO.get(kind, COMPILED_TIME_RATIO[machine.device])
+
+
 def _cost(config: PlanConfig, model: TransformerConfig, replicas: int) -> TrainingCost:
     return training_cost(
         model, batch_size=config.data.batch_size, seq_len=config.data.seq_len, replicas=replicas
@@ -257,10 +262,12 @@ def _rank_candidates(
     rows = config.data.model_copy(update={"batch_size": max(1, config.data.batch_size // replicas)})
     share = config.model_copy(update={"data": rows})
 
+    ratio = _compiled_time_ratio(config, machine)
+
     def measure(width: int, depth: int) -> float:
         model = decoder_config(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
         job = _build_job(share, model, machine, 1, 1, compile=False).model_copy(update={"threads": 1})
-        return time_steps(job, seconds=0.3, warmup=1).step_seconds * COMPILED_TIME_RATIO[machine.device]
+        return time_steps(job, seconds=0.3, warmup=1).step_seconds * ratio
 
     flops = {shape: _step_flops(config, cost) for shape, cost in costs.items()}
     times = StepTimes(flops, measure, PEAK_SHARE * machine.peak_flops, launch_bound=machine.device != "cpu")

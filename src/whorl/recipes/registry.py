@@ -18,6 +18,7 @@ Raise `version` when the same parents and configuration give another result. Old
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -187,12 +188,18 @@ def start_native_builds(first: str, steps: Mapping[str, BaseModel]) -> None:
     import torch  # as the later steps do
 
     from whorl.engine.native.build import SOURCE
+    from whorl.machine.device_probe import usable_cores
     from whorl.machine.identity import cpu_identity
     from whorl.machine.native_build import start_builds
     from whorl.nn.native.library import sources
 
-    has_bf16 = any("bf16" in flag for flag in cpu_identity().flags)
-    dtype = torch.bfloat16 if has_bf16 else torch.float32
-    training = [] if any(map(is_deterministic, steps.values())) else sources(dtype)
-    # The engine's takes as long as all others together, and is needed after training.
-    start_builds(training, later=[(SOURCE, ())] if "pretrain" in steps else [])
+    usual = "bfloat16" if any("bf16" in flag for flag in cpu_identity().flags) else "float32"
+    dtype = os.environ.get("WHORL_DTYPE") or usual
+    is_torch = torch.cuda.is_available() or any(map(is_deterministic, steps.values()))
+    training = [] if is_torch or dtype not in ("bfloat16", "float32") else sources(getattr(torch, dtype))
+    # The engine's takes longer than all others together, and is needed after training.
+    engine = [(SOURCE, ())] if "pretrain" in steps else []
+    if usable_cores() < usable_cores(quota=False):  # an idle core outside of a container's quota is not free
+        start_builds([*engine, *training])
+    else:
+        start_builds(training, later=engine)

@@ -60,7 +60,7 @@ class OptimConfig(BaseModel):
     )
     fused: bool | None = Field(
         default=None,
-        description="torch's fused AdamW kernel (other last bits); default: on CUDA, in bf16 on a CPU by timing",
+        description="torch's fused AdamW kernel (other last bits); default: on CUDA, in bf16 and fp32 on a CPU by timing",
     )
     mup_base_width: int | None = Field(
         default=None,

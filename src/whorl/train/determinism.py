@@ -1,8 +1,8 @@
 """Deterministic mode: two runs of one recipe give the same bits, at a cost in speed.
 
 Training itself uses no clock and fixed summation orders. Two runs still differ in measured choices: the plan (steps,
-compilation, dtype, replicas, threads) and the library that multiplies small matrices (`nn/experts`). With
-`--deterministic` none of these is measured:
+compilation, dtype, replicas, threads), the kernels of a step (`train/lm/kernels.py`) and the library that multiplies small
+matrices (`nn/experts`). With `--deterministic` none of these is measured:
 
     compile       off, unless the recipe sets it (then without the compiler's kernel timing)
     dtype         float32 on a CPU, bfloat16 on a GPU, unless WHORL_DTYPE is set

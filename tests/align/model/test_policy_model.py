@@ -20,6 +20,7 @@ from whorl.evals.model.example import TokenizedExample, concat
 from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.models import Transformer
 from whorl.models.lora import merge_lora
+from whorl.nn.native import mlp
 from whorl.objectives.next_token import Loss
 from whorl.train.lm.kernels import Kernels
 
@@ -75,7 +76,9 @@ def test_banned_ids_are_never_sampled() -> None:
     assert not {i for text in texts for i in text.ids[text.loss_mask].tolist()} & set(BANNED)
 
 
-def test_adapter_trains_alone_and_merges() -> None:
+def test_adapter_trains_alone_and_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlp, "is_chosen", lambda *_: True)  # the C++ kernel would not call the layers' hooks
+    monkeypatch.setattr(mlp, "mlp", lambda *_: pytest.fail("an MLP with an adapter ran without it"))
     net = network(lora=LoRAConfig(rank=2, alpha=4.0, target_modules=("q", "up")))
     before = {n: p.detach().clone() for n, p in net.model.named_parameters()}
     part = pad(sums(8), 0)
@@ -94,6 +97,7 @@ def test_adapter_trains_alone_and_merges() -> None:
         assert torch.equal(p, before[name])
     assert objective(part).total.item() < start
     assert all(p.abs().sum() > 0 for p in net.factors.values())
+    monkeypatch.undo()
     merged = decoder()
     merge_lora(merged, net.adapter())
     for name, p in merged.named_parameters():

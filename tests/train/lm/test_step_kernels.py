@@ -45,7 +45,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_job_times_its_shapes(timed: list[str], dtype: str, short: str) -> None:
     wanted = job(Path("unused"), dtype=dtype, batch_size=8, micro_batch_size=2)
     model = build_model(wanted)
-    chosen = choose_kernels(model, wanted)
+    chosen = choose_kernels(model, wanted, always=True)
     mixer = model.layer_mixers()[0]
     vocabulary, width = model.head_weight.shape
     assert timed[0] == f"attention 2x{mixer.n_heads}x32x{mixer.head_dim} {short}"
@@ -59,13 +59,23 @@ def test_job_times_its_shapes(timed: list[str], dtype: str, short: str) -> None:
 
 def test_forced_fused_adamw_is_not_timed(timed: list[str]) -> None:
     wanted = job(Path("unused"), dtype="bfloat16", optim={"fused": False})
-    assert choose_kernels(build_model(wanted), wanted).fused_adamw is False
+    assert choose_kernels(build_model(wanted), wanted, always=True).fused_adamw is False
     assert not any(name.startswith("adamw") for name in timed)
 
 
 def test_fp16_job_times_nothing(timed: list[str]) -> None:
     wanted = job(Path("unused"), dtype="float16")
-    assert choose_kernels(build_model(wanted), wanted) == Kernels() and not timed
+    assert choose_kernels(build_model(wanted), wanted, always=True) == Kernels() and not timed
+
+
+def test_short_job_times_nothing_unless_forced(timed: list[str]) -> None:
+    wanted = job(Path("unused"))
+    model = build_model(wanted)
+    assert choose_kernels(model, wanted) == Kernels() and not timed
+    assert choose_kernels(model, wanted.model_copy(update={"steps": 10**6})).chunk_tokens and timed
+    timed.clear()
+    with force_choices({"update": "native"}):
+        assert choose_kernels(model, wanted).native_update and timed
 
 
 def test_fp16_job_refuses_forced_kernels() -> None:
@@ -79,7 +89,7 @@ def test_deterministic_mode_takes_the_defaults() -> None:
     model = build_model(wanted)
     torch.use_deterministic_algorithms(True)
     try:
-        chosen = choose_kernels(model, wanted)
+        chosen = choose_kernels(model, wanted, always=True)
     finally:
         torch.use_deterministic_algorithms(False)
     default = max(128, (1 << 20) // len(model.head_weight))

@@ -247,11 +247,12 @@ def test_profile_compiled_kernels(tokens: Path, tmp_path: Path) -> None:
 
 def test_compiled_step_is_accounted_for(tmp_path: Path) -> None:
     has_bf16 = torch.cpu._is_avx512_bf16_supported()  # without it torch needs minutes for these steps
+    dtype = torch.bfloat16 if has_bf16 else torch.float32
     wide = Job(
         tokens="", model=decoder_config(128, 1, 512), seq_len=512, batch_size=24, steps=1000,
-        dtype="bfloat16" if has_bf16 else "float32",
+        dtype=str(dtype).removeprefix("torch."),
     )  # fmt: skip
-    with force_choices({"linear": "native"} if has_bf16 and linear.supports(12288, 128, 384) else {}):
+    with force_choices({"linear": "native"} if linear.supports((12288, 128, 384), dtype) else {}):
         for _ in range(3):  # time in which another process has the core has no name
             found = profile(wide, tmp_path / "t.json.gz", steps=5)
             if found.accounted >= 0.95:

@@ -45,7 +45,7 @@ def run(
         typer.Option(
             "--deterministic",
             help="Bitwise equal results on one machine; no timing affects them. Disables torch.compile (unless set), "
-            "automatic bf16, several threads per replica, the choice of the faster expert kernel, "
+            "automatic bf16, several threads per replica, C++ kernels of training, the choice of the faster expert kernel, "
             "and budgets in seconds (give FLOPs or plan.steps). Slower; see docs/training.md.",
         ),
     ] = False,

@@ -70,10 +70,14 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, narrow)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (d_y,) = gradients
         x, narrow = ctx.saved_tensors
-        return d_y @ narrow, weight_gradient_kernel(d_y.flatten(0, -2), x.flatten(0, -2))
+        of_x, of_weight = ctx.needs_input_grad
+        return (
+            d_y @ narrow if of_x else None,
+            weight_gradient_kernel(d_y.flatten(0, -2), x.flatten(0, -2)) if of_weight else None,
+        )
 
 
 @torch.library.custom_op("whorl::weight_gradient", mutates_args=())

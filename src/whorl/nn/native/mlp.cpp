@@ -30,7 +30,7 @@ static void pack_transposed(const float* w, int64_t rows, int64_t columns, numbe
         }
 }
 
-#ifndef WHORL_FP32
+#ifndef WHORL_FP32  // where that of operands.h has the same argument types
 // W [k][n] as the right operand of X W, in the order [n / 16][k / 32].
 static void pack(const float* w, int64_t rows, int64_t columns, number* to) {
     alignas(64) number low[BLOCK], high[BLOCK];
@@ -77,7 +77,7 @@ int32_t whorl_mlp(const number* x, const float* up, const float* down, number* r
                 multiply(left, width, DEPTH, SIDE * width, right_up + h * width, steps * TILE, steps, sums, BLOCK, false);
                 number *kept = r + (start + m) * hidden + h * BLOCK, *square = a + m * hidden + h * BLOCK;
                 for (int64_t c = 0; c < AREA; c += SIDE) {
-                    store(kept + c, max_lanes(load(sums + c), all(0.0f)));
+                    store(kept + c, max_lanes(all(0.0f), load(sums + c)));
                     store(square + c, load(kept + c) * load(kept + c));
                 }
             }

@@ -33,7 +33,9 @@ def is_chosen(x: Tensor, up: Tensor) -> bool:
     """Return whether an MLP should run here. x: [..., d]; up: [hidden, d] fp32."""
     hidden, d = up.shape
     rows = x.numel() // x.shape[-1]
-    return is_supported(x) and up.dtype == torch.float32 and _chosen.get((x.dtype, rows, d, hidden), False)
+    if up.dtype != torch.float32 or (torch.is_grad_enabled() and not up.requires_grad):
+        return False  # the backward computes the gradients of all weights
+    return is_supported(x) and _chosen.get((x.dtype, rows, d, hidden), False)
 
 
 def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:

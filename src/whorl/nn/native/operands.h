@@ -7,12 +7,10 @@ constexpr int64_t AREA = BLOCK * BLOCK;
 // Two rows of 32 numbers as two rows of adjacent right tiles, `left` and `right`.
 static inline void interleave(const number* low, const number* high, number* left, number* right) {
 #ifdef WHORL_FP32
-    for (int64_t c = 0; c < SIDE; c += LANES) {
-        store(left + c, load(low + c));
-        store(left + SIDE + c, load(high + c));
-        store(right + c, load(low + SIDE + c));
-        store(right + SIDE + c, load(high + SIDE + c));
-    }
+    store(left, load(low));
+    store(left + SIDE, load(high));
+    store(right, load(low + SIDE));
+    store(right + SIDE, load(high + SIDE));
 #else
     join(low, high, (pair*)left);
     join(low + SIDE, high + SIDE, (pair*)right);

@@ -71,8 +71,8 @@ static void transpose(const pair* in, int64_t stride, pair* out, int64_t out_str
 }
 
 #ifdef WHORL_FP32
-// Eight or sixteen registers of sums: products have a latency of four or more cycles, and two begin in each.
-constexpr int64_t ROWS_AT_ONCE = HELD == 32 ? 8 : 4, COLUMNS_AT_ONCE = HELD == 32 ? 2 : 1;
+// At least eight registers of sums: products have a latency of four or more cycles, and two begin in each.
+constexpr int64_t ROWS_AT_ONCE = HELD == 32 ? 8 : HELD == 8 ? 4 : 2, COLUMNS_AT_ONCE = HELD == 32 ? 2 : 1;
 
 // `multiply` of ROWS_AT_ONCE rows of one left tile and COLUMNS_AT_ONCE right tiles.
 static inline void multiply_rows(const float* left, int64_t left_stride, int64_t left_step, const float* right, int64_t column,

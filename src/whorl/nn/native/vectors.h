@@ -2,8 +2,6 @@
 #pragma once
 #include "lanes.h"
 
-constexpr int64_t LANES = WIDTH;
-
 static inline Lanes load(const float* from) { return load_lanes(from); }
 static inline Lanes load(const bf16* from) { return load_lanes(from); }
 

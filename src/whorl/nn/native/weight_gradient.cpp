@@ -1,5 +1,5 @@
-// The weight gradient of a linear layer,  dW = dY^T X  in fp32, from rows of bf16, or of fp32 (WHORL_FP32). oneDNN
-// multiplies a transposed left operand of bf16 at a third of its speed, and its result is bf16.
+// The weight gradient of a linear layer,  dW = dY^T X  in fp32. Rows are bf16, or fp32 (WHORL_FP32). oneDNN multiplies a
+// transposed left operand of bf16 at a third of its speed, and its result is bf16.
 //
 // By sections of rows, whose X stays in the second-level cache as a right operand; in them by panels of outputs, whose dY
 // is turned once. One thread. Rows and both widths are multiples of 32.

@@ -52,9 +52,13 @@ def build_learner(
     steps_done: int = 0,
     accept_step: AcceptStep = accept_if_finite,
     loss_scaler: LossScaler | None = None,
+    choose_always: bool = False,
 ) -> Learner:
-    """Return the learner of a language model: one update, next-token prediction."""
-    kernels = choose_kernels(model, job)
+    """Return the learner of a language model: one update, next-token prediction.
+
+    choose_always: of `choose_kernels`.
+    """
+    kernels = choose_kernels(model, job, choose_always)
     optim = job.optim
     treated = freeze_routers_from(model, param_optims(model, optim), job.routing.freeze_router_step)
     update = Update(

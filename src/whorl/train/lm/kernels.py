@@ -9,8 +9,8 @@
     update          the optimizer's passes, in torch or in C++         nn/native/update.py
     adamw           one operation after the other, or torch's fused    train/optim/optimizers.py
 
-In bf16 and in fp32; in other types a forced choice is refused. Under torch's deterministic algorithms the first of each is
-taken.
+In bf16 and in fp32; in other types a forced choice is refused. Under torch's deterministic algorithms, and in a job of about
+a second, the first of each is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from whorl.machine.forced_choices import refuse_forced
+from whorl.machine.forced_choices import forced_choices, refuse_forced
 from whorl.machine.kernel_choice import fastest
 from whorl.models import LanguageModel
 from whorl.nn import Linear, mlp
@@ -35,7 +35,8 @@ from whorl.objectives.next_token import default_chunk_tokens, next_token
 from whorl.train.job import Job, last_rows
 from whorl.train.optim.optimizers import AdamW
 
-MAX_LOGITS = 1 << 24  # held at a time: 32 MB in bf16
+MAX_LOGITS_BYTES = 1 << 25  # held at a time
+MIN_TIMED_FLOPS = 1e11  # of a job, a second of one core; timing takes several
 MAX_ADAMW_NUMBERS = 1 << 22
 CHOICES = ("attention", "mlp", "linear", "cross_entropy", "head", "update", "adamw")
 CHUNK_FACTORS = (2, 4, 8, 16)  # of the default chunk
@@ -54,8 +55,14 @@ class Kernels:
     fused_adamw: bool | None = None
 
 
-def choose_kernels(model: LanguageModel, job: Job) -> Kernels:
-    """Choose the kernels of `job`: those of the model by shape, for this process; the others are returned."""
+def choose_kernels(model: LanguageModel, job: Job, always: bool = False) -> Kernels:
+    """Choose the kernels of `job`: those of the model by shape, for this process; the others are returned.
+
+    always: also for a short job, whose steps stand for those of a longer one.
+    """
+    flops = job.steps * job.batch_size * job.seq_len * model.flops_per_token(job.seq_len)
+    if flops < MIN_TIMED_FLOPS and not always and not forced_choices():
+        return Kernels()
     rows = job.micro_batch_size or job.batch_size // job.replicas
     at_end = last_rows(job)
     long = (max(1, rows * job.seq_len // at_end.seq_len), at_end.seq_len) if job.long_ratio else None
@@ -127,7 +134,8 @@ def _choose_chunk(tokens: int, model: LanguageModel, step: str) -> int:
     """
     (vocabulary, width), dtype = model.head_weight.shape, model.dtype
     default = default_chunk_tokens(vocabulary)
-    sizes = [default, *(default * n for n in CHUNK_FACTORS if default * n * vocabulary <= MAX_LOGITS)]
+    most = MAX_LOGITS_BYTES // dtype.itemsize // vocabulary
+    sizes = [default, *(default * n for n in CHUNK_FACTORS if default * n <= most)]
     sizes = [size for n, size in enumerate(sizes) if n == 0 or sizes[n - 1] < tokens]
     hidden = torch.arange(tokens * width).remainder(97).sub(48).div(48).to(dtype).view(tokens, width)
     head = torch.arange(vocabulary * width).remainder(89).sub(44).div(2000).view(vocabulary, width)

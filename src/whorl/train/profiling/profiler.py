@@ -152,7 +152,7 @@ def _run(
     times: list[float] = []
     with kernels() if watching else nullcontext(), instrumented_passes(kernels):
         moe = MoEBalancer(model, job.routing, process_group)
-        learner = build_learner(model, job, shared, process_group, moe)
+        learner = build_learner(model, job, shared, process_group, moe, choose_always=True)
         ranges = ProfilerRanges()
         if trace is not None:
             ranges.instrument(learner, model, process_group)

@@ -96,7 +96,8 @@ def _measure_steps(
     """Return the timing; every rank calls it. `began` is rank 0's clock, which all processes share."""
     (seconds, warmup), compiling = length, seconds_in_backend()
     with deterministic(job.deterministic):
-        (update,) = build_learner(build_model(job), job, shared, process_group).updates
+        learner = build_learner(build_model(job), job, shared, process_group, choose_always=True)
+        (update,) = learner.updates
         rows = job.batch_size // job.replicas
         parts = [random_batch(job, rows, BATCHES * process_group.rank + n) for n in range(BATCHES)]
         update.accumulate(update.objective(parts[0]))
