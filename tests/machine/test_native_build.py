@@ -160,6 +160,7 @@ def test_a_later_build_ends_with_its_process(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)
     state = Path(f"/proc/{started.read_text().strip()}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert not list((tmp_path / "whorl" / "native").glob("*.so"))
 
 
 def test_a_killed_compiler_is_no_reason_for_slower_code(

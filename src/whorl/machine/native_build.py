@@ -53,6 +53,7 @@ ARCH_FLAGS = ((NATIVE_FLAG,), ("-march=x86-64-v3",), ())
 TRIAL_SECONDS = 60.0
 _TRIAL = "import ctypes, sys; getattr(ctypes.CDLL(sys.argv[1]), 'whorl_try', int)()"
 COMPILE_TIMEOUT_SECONDS = 300.0
+STOP_SECONDS = 2.0  # for a child to remove its file; without a core it needs longer
 SHARED_HEADERS = Path(__file__).parent  # which any source may include
 Source = tuple[Path, tuple[str, ...]]  # a source and its flags
 
@@ -134,8 +135,11 @@ def finish_builds() -> None:
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Kill a child of `finish_builds` and its compiler, if it still runs."""
+    """End a child of `finish_builds` and its compiler, if it still runs."""
     if child.poll() is None:
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(STOP_SECONDS)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
@@ -154,6 +158,7 @@ def build_when_idle(source: Path, flags: tuple[str, ...]) -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except (AttributeError, OSError):  # not Linux, or refused in a sandbox
         os.nice(19)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the temporary file
     target = library_file(source, cache_folder(), flags)
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_suffix(".idle.lock").open("w") as lock, suppress(BlockingIOError):
