@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +50,15 @@ def same_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def torch_kernels() -> Iterator[None]:
+    """Forget the kernels that a test has chosen for shapes, which later tests of its worker may have too."""
+    yield
+    for name in ("attention", "cross_entropy", "linear", "mlp"):
+        if (module := sys.modules.get(f"whorl.nn.native.{name}")) is not None:
+            module.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -167,7 +167,7 @@ def test_a_killed_compiler_is_no_reason_for_slower_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler, source = tmp_path / "compiler", tmp_path / "a.cpp"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nkill -INT $$\n')
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nkill -KILL $$\n')
     compiler.chmod(0o755)
     source.write_text("")
     monkeypatch.setenv("CXX", str(compiler))

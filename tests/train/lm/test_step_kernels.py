@@ -73,6 +73,8 @@ def test_short_job_times_nothing_unless_forced(timed: list[str]) -> None:
     model = build_model(wanted)
     assert choose_kernels(model, wanted) == Kernels() and not timed
     assert choose_kernels(model, wanted.model_copy(update={"steps": 10**6})).chunk_tokens and timed
+    attention.select((4, 2, 32, 32), torch.float32, True)  # by an earlier job of this process
+    assert choose_kernels(model, wanted) == Kernels() and not attention._chosen
     timed.clear()
     with force_choices({"update": "native"}):
         assert choose_kernels(model, wanted).native_update and timed

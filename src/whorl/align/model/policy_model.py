@@ -40,7 +40,7 @@ from whorl.objectives.log_probs import token_log_probs
 from whorl.tracking.seeds import generator
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import MicroBatch, ParamOptim
-from whorl.train.lm.kernels import Kernels, choose_step_kernels
+from whorl.train.lm.kernels import Kernels, choose_step_kernels, torch_kernels
 from whorl.train.lm.objective import param_optims
 
 SCORE_POSITIONS = 1 << 13  # positions of a forward pass without gradients
@@ -129,7 +129,7 @@ class PolicyModel(nn.Module):
 
         rows, length: of a forward pass with gradients. flops: of the whole stage.
         """
-        self.kernels, self.compiles = Kernels(), False
+        self.kernels, self.compiles = torch_kernels(), False
         if self.device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
             return
         self.compiles = flops >= MIN_COMPILED_FLOPS and self.lora is None

@@ -19,6 +19,11 @@ from whorl.nn.native.library import is_supported, native_library, short_name
 _chosen: dict[tuple[torch.dtype, int], bool] = {}  # type and vocabulary -> whether the kernel was the fastest
 
 
+def clear() -> None:
+    """Leave all vocabularies to torch."""
+    _chosen.clear()
+
+
 def is_chosen(hidden: Tensor, vocabulary: int, softcap: float | None) -> bool:
     """Return whether logits of these hidden states should run here."""
     return softcap is None and is_supported(hidden) and _chosen.get((hidden.dtype, vocabulary), False)

@@ -35,6 +35,11 @@ def select(shape: Shape, dtype: torch.dtype, use: bool) -> None:
     _chosen[dtype, shape] = use
 
 
+def clear() -> None:
+    """Leave all shapes to torch."""
+    _chosen.clear()
+
+
 def is_chosen(x: Tensor, weight: Tensor) -> bool:
     """Return whether a layer should run here. x: [..., inner]; weight: [outer, inner] fp32."""
     rows = x.numel() // x.shape[-1]

@@ -29,6 +29,11 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     return product_library("mlp", dtype)
 
 
+def clear() -> None:
+    """Leave all shapes to torch."""
+    _chosen.clear()
+
+
 def is_chosen(x: Tensor, up: Tensor) -> bool:
     """Return whether an MLP should run here. x: [..., d]; up: [hidden, d] fp32."""
     hidden, d = up.shape

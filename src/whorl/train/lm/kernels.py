@@ -27,10 +27,7 @@ from whorl.nn import Linear, mlp
 from whorl.nn.attention.causal import choose_path
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.kernels.dispatch import logits_step
-from whorl.nn.native import linear
-from whorl.nn.native.cross_entropy import choose_logits_step
-from whorl.nn.native.library import build_sources, short_name
-from whorl.nn.native.update import choose_update
+from whorl.nn.native import attention, cross_entropy, library, linear, update
 from whorl.objectives.next_token import default_chunk_tokens, next_token
 from whorl.train.job import Job, last_rows
 from whorl.train.optim.optimizers import AdamW
@@ -62,11 +59,18 @@ def choose_kernels(model: LanguageModel, job: Job, always: bool = False) -> Kern
     """
     flops = job.steps * job.batch_size * job.seq_len * model.flops_per_token(job.seq_len)
     if flops < MIN_TIMED_FLOPS and not always and not forced_choices():
-        return Kernels()
+        return torch_kernels()
     rows = job.micro_batch_size or job.batch_size // job.replicas
     at_end = last_rows(job)
     long = (max(1, rows * job.seq_len // at_end.seq_len), at_end.seq_len) if job.long_ratio else None
     return choose_step_kernels(model, rows, job.seq_len, job.optim.fused, long)
+
+
+def torch_kernels() -> Kernels:
+    """Leave all kernels of this process to torch, also shapes that an earlier job of it has chosen."""
+    for module in (attention, mlp.native, linear, cross_entropy):
+        module.clear()
+    return Kernels()
 
 
 def choose_step_kernels(
@@ -89,9 +93,10 @@ def choose_step_kernels(
         kind = str(dtype).removeprefix("torch.")
         allowed = "there are choices in bfloat16 and float32 on a CPU"
         refuse_forced(CHOICES, f"training in {kind} on {device} has none; {allowed}")
-        return Kernels()
+        return torch_kernels()
+    torch_kernels()
     if not torch.are_deterministic_algorithms_enabled():
-        build_sources(dtype)
+        library.build_sources(dtype)
     layers = (mixer for mixer in model.layer_mixers() if isinstance(mixer, MultiHeadAttention))
     for heads, head_dim in sorted({(mixer.n_heads, mixer.head_dim) for mixer in layers}):
         for shape in filter(None, ((rows, length), long)):
@@ -106,10 +111,10 @@ def choose_step_kernels(
             shapes -= {(d, hidden), (hidden, d)}
     for inner, outer in sorted(shapes):
         linear.choose_weight_gradient((tokens, inner, outer), dtype)
-    step = choose_logits_step(min(default_chunk_tokens(vocabulary), tokens), vocabulary, dtype)
+    step = cross_entropy.choose_logits_step(min(default_chunk_tokens(vocabulary), tokens), vocabulary, dtype)
     return Kernels(
         _choose_chunk(tokens, model, step),
-        choose_update(4 * width, width, dtype),
+        update.choose_update(4 * width, width, dtype),
         fused_adamw if fused_adamw is not None else _choose_fused_adamw(vocabulary * width),
     )
 
@@ -156,7 +161,7 @@ def _choose_chunk(tokens: int, model: LanguageModel, step: str) -> int:
 
     ways = {str(n): run(n, False) for n in sizes}
     ways |= {f"{n} native": run(n, True) for n in sizes if linear.supports(shape(n), dtype)}
-    name = f"head {tokens}x{width}x{vocabulary} {short_name(dtype)}, {step}"
+    name = f"head {tokens}x{width}x{vocabulary} {library.short_name(dtype)}, {step}"
     size, _, native = fastest(name, ways, flops=6.0 * tokens * width * vocabulary).partition(" ")
     linear.select(shape(int(size)), dtype, bool(native))
     return int(size)
