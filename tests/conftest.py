@@ -56,9 +56,8 @@ def same_threads() -> Iterator[None]:
 def torch_kernels() -> Iterator[None]:
     """Forget the kernels that a test has chosen for shapes, which later tests of its worker may have too."""
     yield
-    for name in ("attention", "cross_entropy", "linear", "mlp"):
-        if (module := sys.modules.get(f"whorl.nn.native.{name}")) is not None:
-            module.clear()
+    if (library := sys.modules.get("whorl.nn.native.library")) is not None:
+        library.clear_choices()
 
 
 @pytest.fixture(autouse=True)

@@ -73,11 +73,18 @@ def test_short_job_times_nothing_unless_forced(timed: list[str]) -> None:
     model = build_model(wanted)
     assert choose_kernels(model, wanted) == Kernels() and not timed
     assert choose_kernels(model, wanted.model_copy(update={"steps": 10**6})).chunk_tokens and timed
-    attention.select((4, 2, 32, 32), torch.float32, True)  # by an earlier job of this process
-    assert choose_kernels(model, wanted) == Kernels() and not attention._chosen
     timed.clear()
     with force_choices({"update": "native"}):
         assert choose_kernels(model, wanted).native_update and timed
+
+
+def test_job_leaves_no_choice_to_the_next_one() -> None:
+    wanted, q = job(Path("unused")), torch.zeros(4, 2, 32, 32)
+    for again in (False, True):
+        attention.select((4, 2, 32, 32), torch.float32, True)
+        assert attention.is_chosen(q, q, q)
+        choose_kernels(build_model(wanted), wanted, always=again)
+        assert not attention.is_chosen(q, q, q)
 
 
 def test_fp16_job_refuses_forced_kernels() -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from whorl.nn.native.library import is_supported, product_library
+from whorl.nn.native.library import choice_table, is_supported, product_library
 
 if TYPE_CHECKING:
     from whorl.nn.attention.multi_head import MultiHeadAttention
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 256
 
-_chosen: dict[
-    tuple[torch.dtype, tuple[int, ...]], bool
-] = {}  # type and [B, H, T, d] -> whether it was the fastest
+_chosen: dict[tuple[torch.dtype, tuple[int, ...]], bool] = (
+    choice_table()
+)  # type and [B, H, T, d] -> whether it was the fastest
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
@@ -46,11 +46,6 @@ def supports(head_dim: int, dtype: torch.dtype) -> bool:
 def select(shape: tuple[int, int, int, int], dtype: torch.dtype, use: bool) -> None:
     """Set whether attention of this shape [B, H, T, d] and type runs here."""
     _chosen[dtype, shape] = use
-
-
-def clear() -> None:
-    """Leave all shapes to torch."""
-    _chosen.clear()
 
 
 def is_chosen(q: Tensor, k: Tensor, v: Tensor) -> bool:

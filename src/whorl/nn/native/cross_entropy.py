@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from whorl.machine.kernel_choice import fastest
-from whorl.nn.native.library import is_supported, native_library, short_name
+from whorl.nn.native.library import choice_table, is_supported, native_library, short_name
 
-_chosen: dict[tuple[torch.dtype, int], bool] = {}  # type and vocabulary -> whether the kernel was the fastest
-
-
-def clear() -> None:
-    """Leave all vocabularies to torch."""
-    _chosen.clear()
+_chosen: dict[tuple[torch.dtype, int], bool] = (
+    choice_table()
+)  # type and vocabulary -> whether the kernel was the fastest
 
 
 def is_chosen(hidden: Tensor, vocabulary: int, softcap: float | None) -> bool:

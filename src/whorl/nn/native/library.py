@@ -6,6 +6,7 @@ import ctypes
 import functools
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,21 @@ def sources(dtype: torch.dtype) -> list[Source]:
 def build_sources(dtype: torch.dtype) -> None:
     """Compile the sources whose libraries are missing (`native_build.build_libraries`)."""
     build_libraries(sources(dtype))
+
+
+def choice_table() -> dict[Any, bool]:
+    """Return a new table of shapes, with types, that a kernel computes; others are torch's. `clear_choices` empties it."""
+    _tables.append({})
+    return _tables[-1]
+
+
+def clear_choices() -> None:
+    """Leave all shapes to torch."""
+    for table in _tables:
+        table.clear()
+
+
+_tables: list[dict[Any, bool]] = []
 
 
 def is_supported(x: Tensor) -> bool:

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whorl.machine.kernel_choice import fastest
-from whorl.nn.native.library import is_supported, product_library, short_name
+from whorl.nn.native.library import choice_table, is_supported, product_library, short_name
 
 Shape = tuple[int, int, int]  # rows, inner, outer
 
-_chosen: dict[tuple[torch.dtype, Shape], bool] = {}  # whether the kernel was the fastest
+_chosen: dict[tuple[torch.dtype, Shape], bool] = choice_table()  # whether the kernel was the fastest
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
@@ -33,11 +33,6 @@ def supports(shape: Shape, dtype: torch.dtype) -> bool:
 def select(shape: Shape, dtype: torch.dtype, use: bool) -> None:
     """Set whether weight gradients of this shape, from rows of this type, are computed here."""
     _chosen[dtype, shape] = use
-
-
-def clear() -> None:
-    """Leave all shapes to torch."""
-    _chosen.clear()
 
 
 def is_chosen(x: Tensor, weight: Tensor) -> bool:

@@ -14,24 +14,19 @@ import torch
 from torch import Tensor
 
 from whorl.machine.kernel_choice import fastest
-from whorl.nn.native.library import is_supported, product_library, short_name
+from whorl.nn.native.library import choice_table, is_supported, product_library, short_name
 
 MAX_WEIGHTS = 1 << 22  # numbers of a matrix; larger ones were not measured
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-_chosen: dict[
-    tuple[torch.dtype, int, int, int], bool
-] = {}  # (type, rows, d, hidden) -> whether it was the fastest
+_chosen: dict[tuple[torch.dtype, int, int, int], bool] = (
+    choice_table()
+)  # (type, rows, d, hidden) -> whether it was the fastest
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Return the compiled kernel, or None, as `product_library`."""
     return product_library("mlp", dtype)
-
-
-def clear() -> None:
-    """Leave all shapes to torch."""
-    _chosen.clear()
 
 
 def is_chosen(x: Tensor, up: Tensor) -> bool:

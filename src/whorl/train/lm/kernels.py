@@ -27,7 +27,7 @@ from whorl.nn import Linear, mlp
 from whorl.nn.attention.causal import choose_path
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.kernels.dispatch import logits_step
-from whorl.nn.native import attention, cross_entropy, library, linear, update
+from whorl.nn.native import cross_entropy, library, linear, update
 from whorl.objectives.next_token import default_chunk_tokens, next_token
 from whorl.train.job import Job, last_rows
 from whorl.train.optim.optimizers import AdamW
@@ -68,8 +68,7 @@ def choose_kernels(model: LanguageModel, job: Job, always: bool = False) -> Kern
 
 def torch_kernels() -> Kernels:
     """Leave all kernels of this process to torch, also shapes that an earlier job of it has chosen."""
-    for module in (attention, mlp.native, linear, cross_entropy):
-        module.clear()
+    library.clear_choices()
     return Kernels()
 
 
