@@ -46,6 +46,7 @@ def test_libraries_are_compiled_two_at_a_time_and_once(
     later.write_text("// later")
     native_build.start_builds(sources, [(later, ())])
     native_build.finish_builds()
+    native_build.start_later_builds()
     folder = native_build.cache_folder()
     assert all(native_build.library_file(source, folder, flags).exists() for source, flags in sources)
     native_build.build_libraries(sources)
@@ -153,7 +154,7 @@ def test_a_later_build_ends_with_its_process(tmp_path: Path) -> None:
     source.write_text("")
     code = (
         "import pathlib, time\nfrom whorl.machine import native_build\n"
-        f"native_build.start_builds([], [(pathlib.Path({str(source)!r}), ())])\nnative_build.finish_builds()\n"
+        f"native_build.start_builds([], [(pathlib.Path({str(source)!r}), ())])\nnative_build.start_later_builds()\n"
         f"while not pathlib.Path({str(started)!r}).exists(): time.sleep(0.02)\n"
     )
     environment = os.environ | {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}

@@ -113,7 +113,7 @@ def build_libraries(libraries: Iterable[Source]) -> None:
 def start_builds(libraries: Iterable[Source], later: Iterable[Source] = ()) -> None:
     """Begin `build_libraries` in a thread, for which `finish_builds` waits.
 
-    later: compiled from then on in child processes, on idle cores (`build_when_idle`).
+    later: for `start_later_builds`.
     """
     thread = threading.Thread(target=build_libraries, args=(list(libraries),), name="native builds")
     _started.append(thread)
@@ -122,9 +122,13 @@ def start_builds(libraries: Iterable[Source], later: Iterable[Source] = ()) -> N
 
 
 def finish_builds() -> None:
-    """Wait for the libraries of `start_builds`, as a compiler would slow down measurements; begin the later ones."""
+    """Wait for the libraries of `start_builds`, as a compiler would slow down measurements."""
     while _started:
         _started.pop().join()
+
+
+def start_later_builds() -> None:
+    """Compile what `start_builds` has put off in child processes, on idle cores (`build_when_idle`)."""
     while _later and is_enabled():
         source, flags = _later.pop(0)
         command = [sys.executable, "-m", "whorl.machine.native_build", str(source), *flags]
@@ -135,7 +139,7 @@ def finish_builds() -> None:
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End a child of `finish_builds` and its compiler, if it still runs."""
+    """End a child of `start_later_builds` and its compiler, if it still runs."""
     if child.poll() is None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -37,6 +37,7 @@ def train_and_save(
         previous_curve: metrics of the run that the job continues.
     """
     from whorl.evals.prompts import CHECKED_TEXTS, first_prompt
+    from whorl.machine.native_build import start_later_builds
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
@@ -57,6 +58,7 @@ def train_and_save(
             checkpoint_stats=stats, log=log, branch_points=branch_steps, branch_start=start, folder=heartbeat_dir,
         )  # fmt: skip
 
+    start_later_builds()
     result = train_stage(
         ctx, "Training", train, note=progress_note, total=job.steps,
         recorder=partial(PretrainObserver, job=job, bytes_per_token=bytes_per_token, tokenizer=tokenizer, prompt=prompt),
