@@ -1,7 +1,7 @@
 // Vectors of sixteen numbers, in the compiler's vector types.
 //
-// Kernels of the engine and of training are written once, for vectors of 16 floats (`Lanes`) and of 16 integers (`Ints`): a register of
-// AVX-512 (wide_lanes.h), or several narrower ones (split_lanes.h). Intrinsics appear only for instructions that vector types
+// Kernels of the engine and of training are written once, for vectors of 16 floats (`Lanes`) and of 16 integers (`Ints`): a
+// register of AVX-512 (wide_lanes.h), or several narrower ones (split_lanes.h). Intrinsics appear only for instructions that vector types
 // cannot express (products of pairs of bf16, products of four bytes, shuffles). Flags do not select the path; measurements do
 // (engine/native/runner.py).
 //

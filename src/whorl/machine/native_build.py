@@ -7,6 +7,9 @@ A shipped binary would target the oldest CPU or need a build for each. A source 
 in seconds to half a minute. Libraries are kept in `$XDG_CACHE_HOME/whorl/native` (`~/.cache` by default). The file name is
 the hash of sources, flags, compiler version and CPU, so machines that share a home folder do not collide.
 
+A run compiles the kernels of training in a thread while its first steps leave cores idle. The engine's library, which takes
+longer and is needed later, is compiled on idle cores while training runs, by a child that ends with its parent.
+
 The flags of a CPU may list instructions that it, its hypervisor or its emulator refuses. So a new library is tried first
 in a child process, which calls its `whorl_try` if it has one. If a signal ends the child, the next flags are taken, with a
 warning. A compiler too old for the CPU gives a warning too, as its code is slower.
@@ -284,7 +287,9 @@ def _compile_into(
                 [compiler, *arguments], capture_output=True, text=True, timeout=timeout, check=False, process_group=group
             )  # fmt: skip
             if done.returncode < 0 or "signal terminated program" in done.stderr:
-                raise BuildError(f"{compiler} was killed while it built {source.name}")
+                raise BuildError(
+                    f"{compiler} was killed while it built {source.name} (stopped, or out of memory); the next start retries"
+                )
             if done.returncode == 0 and (killed := _killed_by(Path(name))):
                 reason = reason or f"code for {' '.join(flags) or 'any CPU'} was killed by {killed}"
                 warnings.warn(f"{source.name}: {reason}; it is not used", RuntimeWarning, stacklevel=2)

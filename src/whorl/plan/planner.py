@@ -47,9 +47,7 @@ MIN_LONG_STEPS = 200  # of a run with long rows; 1,200 steps gain by them, and s
 MIN_STEPS = 20
 MIN_LADDER_STEPS = 400  # of a shape that is a candidate
 MIN_COMPILE_BUDGET = 120.0  # seconds; in a shorter run compiling takes longer than it saves
-UNTIMED_SLOWDOWN = (
-    1.15  # at least, of uncompiled steps of several replicas in place of one: they wait, and share caches
-)
+UNTIMED_SLOWDOWN = 1.15  # at least, by other replicas of an uncompiled step: they wait, and share caches
 MIN_COMPILE_LONG_BUDGET = 1200.0  # the same for steps with long rows: a tenth of the steps
 # For a network without query and key norms and with a small initial embedding. The default rates reach 3.75 nats after
 # 1,000 steps, these 2.90 (LOG.md).

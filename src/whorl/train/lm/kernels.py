@@ -93,7 +93,7 @@ def choose_step_kernels(
         allowed = "there are choices in bfloat16 and float32 on a CPU"
         refuse_forced(CHOICES, f"training in {kind} on {device} has none; {allowed}")
         return torch_kernels()
-    torch_kernels()
+    library.clear_choices()
     if not torch.are_deterministic_algorithms_enabled():
         library.build_sources(dtype)
     layers = (mixer for mixer in model.layer_mixers() if isinstance(mixer, MultiHeadAttention))
