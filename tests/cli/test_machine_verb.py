@@ -85,3 +85,9 @@ def test_machine_json_of_a_model_and_of_a_plan(tmp_path: Path) -> None:
 def test_machine_refuses(words: tuple[object, ...], message: str, tmp_path: Path) -> None:
     assert message in refuse(tmp_path, *words)
     assert "has no artifact 'nothing'" in refuse(tmp_path, "machine", "nothing", code=1)
+
+
+def test_machine_refuses_a_type_without_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHORL_DTYPE", "float16")
+    message = refuse(tmp_path, "machine", "1x32/64/2x32")
+    assert "WHORL_DTYPE=float16" in message and "one of: float32, bfloat16" in message

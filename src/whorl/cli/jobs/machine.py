@@ -73,7 +73,7 @@ def machine(
     import json
 
     from whorl.errors import ConfigError, one_of
-    from whorl.machine.device_probe import probe
+    from whorl.machine.device_probe import CPU_DTYPES, probe
     from whorl.models.transformer_cost import unlisted_parts
     from whorl.store import Store
     from whorl.train.profiling.product_table import ProductTimes
@@ -82,6 +82,12 @@ def machine(
     if step not in ("training", "decoding", "both"):
         raise ConfigError(f"--step {step}", expected=one_of(step, ("training", "decoding", "both")))
     found = probe(device="cpu")
+    if found.dtype not in CPU_DTYPES:
+        raise ConfigError(
+            f"WHORL_DTYPE={found.dtype}: no rate of a CPU to compare with",
+            expected=one_of(found.dtype, CPU_DTYPES),
+            do="unset it, or give one of these",
+        )
     model, source, sizes = find_shape(shape, Store(store))
     rows, length = sizes if batch is None else _parse_batch(batch)
     replicas = replicas or max(n for n in range(1, found.threads + 1) if rows % n == 0)
