@@ -38,6 +38,7 @@ from whorl.align.rl.experience import Experience
 from whorl.align.rl.train import train_policy
 from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.verify.task import VerifiableTask
+from whorl.machine.device_probe import probe
 from whorl.tokens.hf_tokenizer import load_tokenizer
 
 PROMPTS, ANSWERS, NEW, WARM = sized((16, 8, 32, 3), (2, 2, 8, 1))
@@ -85,7 +86,7 @@ def steps(
 def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--quick", action="store_true")
-        parser.add_argument("--kind", default="bf16", choices=sorted(DTYPES))
+        parser.add_argument("--kind", choices=sorted(DTYPES), help="dtype; default: the machine's")
         parser.add_argument(
             "--judge",
             dest="delay",
@@ -95,6 +96,7 @@ def main() -> None:
         )
 
     given = parse(__doc__, arguments, smoke={"quick": True, "kind": "fp32"})
+    given.kind = given.kind or ("bf16" if probe().dtype == "bfloat16" else "fp32")
     n, cores = sized(4 if given.quick else 16, 2), len(os.sched_getaffinity(0))
     workers = 2 if given.delay else 1
     asynchronous = AsyncRolloutConfig(

@@ -1,6 +1,6 @@
 """One job on the engines: units of work in a local pool and on Ray, Daft with and without Ray, and Spark in local mode.
 
-    python bench/corpus/engines.py [--daft PYTHON] [--spark PYTHON] [--megabytes 200] [--workers 2] [--rounds 3] [--save]
+    python bench/corpus/engines.py [--daft PYTHON] [--spark PYTHON] [--megabytes 200] [--workers 2] [--rounds 3] [--quick] [--save]
 
 The job counts equal lines of a corpus (map, shuffle by line, reduce): lines of at least 30 characters without white space,
 compared with runs of white space as one space. The result is every line that occurs again, with its count. All engines
@@ -281,9 +281,12 @@ def main() -> None:
             parser.add_argument("--megabytes", type=float, default=400),
             parser.add_argument("--workers", type=int, default=2),
             parser.add_argument("--rounds", type=int, default=3),
+            parser.add_argument("--quick", action="store_true", help="a quarter of the text, one round"),
         ),
         smoke={"megabytes": 4, "rounds": 1},
     )
+    if args.quick:
+        args.megabytes, args.rounds = args.megabytes / 4, 1
     with tempfile.TemporaryDirectory() as place:
         data = Path(place, "data")
         data.mkdir()

@@ -142,12 +142,20 @@ def test_quick_run_keeps_records_and_prints_falls(
     monkeypatch.setattr(_guard, "RESULTS", tmp_path)
     monkeypatch.setattr(_guard, "current_rates", lambda: RATES)
     monkeypatch.setattr(_guard, "kind_of_machine", lambda: "k")
-    _guard.write_quick(tmp_path / "quick" / "k.jsonl", {"a/b": {**record(), "script": "bench/b.py"}})
-    assert run_all.run_quick([folder / "a.py", folder / "b.py"], limit=30) == {"passed": 2}
+    (folder / "c.py").write_text("raise SystemExit(77)")  # without a figure: runs first, then b, whose figure is older
+    _guard.write_quick(
+        tmp_path / "quick" / "k.jsonl",
+        {
+            "a/b": {**record(), "script": "bench/b.py", "date": "2026-11-01"},
+            "a": {**record(), "id": "a", "script": "bench/a.py", "date": "2026-11-02"},
+        },
+    )
+    given = [folder / name for name in ("a.py", "b.py", "c.py")]
+    assert run_all.run_quick(given, limit=30) == {"passed": 2, "skipped": 1}
     printed = capsys.readouterr().out
-    assert printed.index("bench/b.py") < printed.index("bench/a.py")  # what passed the last time runs first
+    assert printed.index("bench/c.py") < printed.index("bench/b.py") < printed.index("bench/a.py")
     assert "fell: a/b: 50 after 100 tokens/s, -50%" in printed
-    (kept,) = _guard.read_quick(tmp_path / "quick" / "k.jsonl").values()
+    kept = _guard.read_quick(tmp_path / "quick" / "k.jsonl")["a/b"]
     assert kept["ours"] == 50.0 and kept["rates"] == RATES
     assert run_all.run_quick([folder / "a.py"], limit=30, total=0.5) == {"not run": 1}
     assert "not run, the time is over: bench/a.py" in capsys.readouterr().out

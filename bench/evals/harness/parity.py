@@ -37,7 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from bench._peers import environment, interpreters
-from bench._run import ROOT, claim, parse
+from bench._run import ROOT, claim, parse, skip
 from bench.evals.harness._tasks import CHOICES, TASKS, write_data, write_model, write_tasks
 
 from whorl.evals.model.engine_backend import EngineBackend
@@ -327,7 +327,7 @@ def main() -> None:
     )
     pythons = interpreters(a.peer, ("lmeval",), 2)
     if "lmeval" not in pythons:
-        sys.exit("lm-evaluation-harness is not installed: give --peer lmeval=PYTHON")
+        skip("needs lm-evaluation-harness (--peer lmeval=PYTHON)")
     n_items, steps = (12, 5) if a.smoke else (100, 40) if a.quick else (500, 100)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(a.folder or temporary)

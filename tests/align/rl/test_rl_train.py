@@ -24,12 +24,12 @@ from tests.support.align.kill_at_step import (
     kill_replicas_at,
     same_weights,
 )
-from tests.support.align.rl_policies import SMALL, tasks, train
+from tests.support.align.rl_policies import SMALL, tasks, train, worker_of
 from tests.support.children import children
 from tests.support.configs import nested, updated
 
 from whorl.align.config import LoRAConfig
-from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.policy_model import MIN_TIMED_FLOPS, PolicyModel
 from whorl.align.policy_config import KLConfig, PolicyLossOverrides
 from whorl.align.rl.advantages import resolve_method
 from whorl.align.rl.config import AsyncRolloutConfig, RLConfig
@@ -37,9 +37,10 @@ from whorl.align.rl.evaluation import filter_by_length
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.replicas import ReplicaGroup, choose_rl_replicas
 from whorl.align.rl.rollout import RolloutWorker
-from whorl.align.rl.train import train_policy
+from whorl.align.rl.train import PolicyTask, train_policy
 from whorl.errors import ConfigError, ProducerError
 from whorl.evals.verify.task import VerifiableTask
+from whorl.machine.device_probe import probe
 from whorl.objectives.llm_policy import PRESETS, CompletionTokens, policy_loss
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup, ReplicaError
@@ -319,6 +320,16 @@ def test_uneven_shards_stop_at_same_time(folder: Path) -> None:
     }
     _, history, _ = train(folder, changed(prompts_per_step=4, **change))
     assert 1 <= len(history) < 10**5
+
+
+def test_time_limit_bounds_the_flops_of_a_stage(folder: Path) -> None:
+    """Kernels are timed and compiled for the steps that fit, not for those that are set."""
+    net = network()
+    flops = [
+        PolicyTask(net, worker_of(net, folder), changed(steps=10**9, run={"max_train_seconds": limit})).flops
+        for limit in (None, 0.5, 1.0)
+    ]
+    assert flops[1] < MIN_TIMED_FLOPS < flops[0] and flops[2] == 2 * flops[1] == probe().peak_flops
 
 
 def test_replica_error_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.align.byte_model import decoder, network
 from tests.support.align.kill_at_step import record
 from whorl.align.data.curriculum import Curriculum
-from whorl.align.model.policy_model import frozen_reference
+from whorl.align.model.policy_model import PolicyModel, frozen_reference
 from whorl.align.rl.config import RLConfig, RLRunConfig
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.rollout import RolloutWorker
@@ -25,6 +25,23 @@ def tasks(n: int = 12, verifier: str = "format([0-9].*)") -> list[VerifiableTask
     return [VerifiableTask(str(i), prompt=f"{i}+1=", verifier=verifier, answer=str(i + 1)) for i in range(n)]
 
 
+def worker_of(
+    net: PolicyModel,
+    folder: Path,
+    config: RLConfig = SMALL,
+    verifier: str = "format([0-9].*)",
+    worker_class: type[RolloutWorker] = RolloutWorker,
+) -> RolloutWorker:
+    """A worker on 12 tasks, for a network of the byte model's shape."""
+    given = tasks(verifier=verifier)
+    return worker_class(
+        net.model.config, "float32", folder, given, config.group_size, config.max_completion_tokens, config.max_seq_len,
+        config.temperature, Curriculum([0.0] * len(given), rule=config.sampling.curriculum), config.resolved_sampling_rounds,
+        config.async_rollout.update_in_flight, threads=1 if config.async_rollout.workers else None,
+        environment=config.environment,
+    )  # fmt: skip
+
+
 def train(
     folder: Path,
     config: RLConfig = SMALL,
@@ -39,13 +56,7 @@ def train(
     net = network(temperature=config.temperature, lora=config.model.lora, critic=config.uses_critic)
     seen: list[Experience] = []
     history, callback = record(kill, at)
-    given = tasks(verifier=verifier)
-    worker = worker_class(
-        net.model.config, "float32", folder, given, config.group_size, config.max_completion_tokens, config.max_seq_len,
-        config.temperature, Curriculum([0.0] * len(given), rule=config.sampling.curriculum), config.resolved_sampling_rounds,
-        config.async_rollout.update_in_flight, threads=1 if config.async_rollout.workers else None,
-        environment=config.environment,
-    )  # fmt: skip
+    worker = worker_of(net, folder, config, verifier, worker_class)
 
     def observe(step: int, metrics: dict[str, float], experience: Experience) -> None:
         seen.append(experience)

@@ -44,6 +44,7 @@ from whorl.align.rl.rollout import (
     shared_rollout_buffers,
 )
 from whorl.align.stage.task import Log, StageTask, micro_batch_rows, run_options
+from whorl.machine.device_probe import probe
 from whorl.objectives.next_token import Loss
 from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing
 from whorl.tracking.seeds import generator
@@ -141,6 +142,12 @@ class PolicyTask(StageTask[Slot[Rollouts]]):
     @property
     def identity(self) -> dict[str, Any]:
         return {"stage": self.name, "config": self.settings(), "tasks": len(self.worker.tasks)}
+
+    @property
+    def flops(self) -> float:
+        """As of every stage; of a stage with `max_train_seconds` at most what this machine computes in that time."""
+        limit = self.config.run.max_train_seconds
+        return super().flops if limit is None else min(super().flops, limit * probe().peak_flops)
 
     def share_buffers(self, replicas: int) -> None:
         """Allocate the memory in which replicas gather their rows."""
