@@ -10,8 +10,8 @@ A script passes if it exits with 0 and its last line is a JSON record. If its pe
 and prints one line: what is missing and how to get it.
 
 `--quick` gives `--quick` to the scripts that have it; the others run at full size, within the time limit. First run those
-that have no figure of this kind of machine yet, then those with the oldest, so that where an hour is not enough the next
-run goes on. When the hour is over, the rest is named as not run. Records go into
+that have no figure of this kind of machine yet, then those with the oldest, so that the next run
+measures what did not fit into the hour. When the hour is over, the rest is named as not run. Records go into
 `bench/results/quick/KIND.jsonl` (`bench/_guard.py`). Scripts that need a trained model read the default store; if it has
 no quickstart/pretrain, a small one is made in a scratch folder for this run.
 """
@@ -180,7 +180,9 @@ def run_quick(chosen: list[Path], limit: float, total: float = QUICK_TOTAL) -> C
     path, end = _guard.quick_file(_guard.kind_of_machine()), time.monotonic() + total
     last = _guard.read_quick(path)
     dates = {record["script"]: record["date"] for record in last.values()}
-    order = sorted(chosen, key=lambda script: dates.get(str(script.relative_to(ROOT)), ""))  # never measured: first
+    order = sorted(
+        chosen, key=lambda script: dates.get(str(script.relative_to(ROOT)), "")
+    )  # never measured: first
     made, counts = dict[str, dict[str, Any]](), Counter[str]()
     with quickstart(min(2 * limit, total)) if any(map(needs_store, chosen)) else nullcontext():
         before = _guard.current_rates()

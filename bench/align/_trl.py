@@ -317,7 +317,9 @@ def measure(
         if given.only != "trl":
             for kind in kinds:
                 turns[f"ours, {kind}"] = Turn(run_ours, folder, kind, *job, threads=threads)
-        return in_turn(turns, warm=sized(1 if given.quick else 2, 0), rounds=given.rounds or (3 if given.quick else 7))
+        return in_turn(
+            turns, warm=sized(1 if given.quick else 2, 0), rounds=given.rounds or (3 if given.quick else 7)
+        )
 
 
 def best_of(

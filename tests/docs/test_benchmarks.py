@@ -142,7 +142,9 @@ def test_quick_run_keeps_records_and_prints_falls(
     monkeypatch.setattr(_guard, "RESULTS", tmp_path)
     monkeypatch.setattr(_guard, "current_rates", lambda: RATES)
     monkeypatch.setattr(_guard, "kind_of_machine", lambda: "k")
-    (folder / "c.py").write_text("raise SystemExit(77)")  # without a figure: runs first, then b, whose figure is older
+    (folder / "c.py").write_text(
+        "raise SystemExit(77)"
+    )  # without a figure: runs first, then b, whose figure is older
     _guard.write_quick(
         tmp_path / "quick" / "k.jsonl",
         {

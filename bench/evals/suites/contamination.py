@@ -59,7 +59,8 @@ def measured(task: EvalTask, folder: Path) -> TaskResult:
 def main() -> int:
     """Print both tables and the JSON lines."""
     args = parse(
-        __doc__, lambda p: p.add_argument("--quick", action="store_true", help="two seeds, a quarter of the steps")
+        __doc__,
+        lambda p: p.add_argument("--quick", action="store_true", help="two seeds, a quarter of the steps"),
     )
     steps = sized(STEPS // 4 if args.quick else STEPS, 10)
     task = probe_task("sorting", items=ITEMS, shots=0, levels=LEVELS)

@@ -25,6 +25,7 @@ from torch import Tensor
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.rl.config import RLConfig
 from whorl.align.stage.task import choose_replicas
+from whorl.machine.device_probe import probe
 from whorl.parallel.process_group import ProcessGroup
 
 
@@ -53,6 +54,11 @@ def choose_rl_replicas(
         if config.run.replicas is not None
         else -(-config.prompts_per_step // -(-config.prompts_per_step // n))
     )
+
+
+def flops_within(seconds: float) -> float:
+    """The FLOPs that this machine computes at most in this time."""
+    return seconds * probe().peak_flops
 
 
 @dataclass

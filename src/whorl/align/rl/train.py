@@ -35,7 +35,7 @@ from whorl.align.model.policy_model import MIN_TIMED_FLOPS, PolicyModel
 from whorl.align.rl.advantages import RLState, check_method, compute_advantages, policy_loss_of
 from whorl.align.rl.config import RLConfig
 from whorl.align.rl.experience import Experience, read_rollouts, rollout_metrics
-from whorl.align.rl.replicas import ReplicaGroup, choose_rl_replicas
+from whorl.align.rl.replicas import ReplicaGroup, choose_rl_replicas, flops_within
 from whorl.align.rl.rollout import (
     Rollouts,
     RolloutWorker,
@@ -44,7 +44,6 @@ from whorl.align.rl.rollout import (
     shared_rollout_buffers,
 )
 from whorl.align.stage.task import Log, StageTask, micro_batch_rows, run_options
-from whorl.machine.device_probe import probe
 from whorl.objectives.next_token import Loss
 from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing
 from whorl.tracking.seeds import generator
@@ -147,7 +146,7 @@ class PolicyTask(StageTask[Slot[Rollouts]]):
     def flops(self) -> float:
         """As of every stage; of a stage with `max_train_seconds` at most what this machine computes in that time."""
         limit = self.config.run.max_train_seconds
-        return super().flops if limit is None else min(super().flops, limit * probe().peak_flops)
+        return super().flops if limit is None else min(super().flops, flops_within(limit))
 
     def share_buffers(self, replicas: int) -> None:
         """Allocate the memory in which replicas gather their rows."""
