@@ -1,6 +1,6 @@
 """One job on the engines: units of work in a local pool and on Ray, Daft with and without Ray, and Spark in local mode.
 
-    python bench/corpus/engines.py [--daft PYTHON] [--spark PYTHON] [--megabytes 200] [--workers 2] [--rounds 3] [--quick] [--save]
+    python bench/corpus/engines.py [--daft PYTHON] [--spark PYTHON] [--megabytes 200] [--workers 2] [--rounds 3] [--quick]
 
 The job counts equal lines of a corpus (map, shuffle by line, reduce): lines of at least 30 characters without white space,
 compared with runs of white space as one space. The result is every line that occurs again, with its count. All engines
