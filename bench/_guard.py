@@ -71,11 +71,11 @@ def mean_rates(before: Mapping[str, float], after: Mapping[str, float]) -> dict[
 
 
 def falls(last: Mapping[str, Record], now: Iterable[Record]) -> list[str]:
-    """Return a line for each figure that is more than TOLERANCE worse than the last one."""
+    """Return a line for each figure that is more than TOLERANCE worse than the last one of an equally long run."""
     found = []
     for record in now:
         before = last.get(record["id"])
-        if before is None or before["unit"] != record["unit"]:
+        if before is None or any(before.get(part) != record.get(part) for part in ("unit", "quick")):
             continue
         speed = _relative_speed(before, record)
         if speed is not None and speed < 1 - TOLERANCE:

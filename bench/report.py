@@ -5,7 +5,8 @@
 
 `bench/results/*.jsonl` holds one record for each figure. Benches add records with `--save` (bench/_run.py). Records in
 `transcribed.jsonl` were measured in November 2026, before JSON lines were kept; running the script again on such a machine
-replaces them. `quick/KIND.jsonl` are the last quick results of a kind of machine; they fill cells that have no other figure.
+replaces them. `quick/KIND.jsonl` are the last results of `run_all.py --quick` on a kind of machine; they fill cells without
+another figure. A row has the name, unit and bar of a saved figure, since quick ones have other sizes.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ best settings. A cell has ours / the peer: **the ratio** that is compared with t
 There is a column for each kind of machine: two cores of an Intel Xeon with AMX, of AMD Zen 5, of Zen 4 and of Zen 3, and a
 GPU. Zen 3 has AVX2, but neither AVX-512 nor products of bf16. "-": the figure was not measured. "Transcribed" figures are of
 November 2026, before JSON lines were kept, on two AMD cores of 0.45 TFLOP/s in bf16 each, which is the rate of Zen 5.
-"Quick" figures are those of a shortened run.
+"Quick" figures are of `run_all.py --quick`: smaller sizes, fewer seeds or steps, and sometimes another unit.
 
 Run one bench with `python bench/ROOM/CLAIM.py`, all of them at small sizes with `python bench/run_all.py --smoke`. `python
-bench/run_all.py --quick` runs the quick forms within an hour and prints what fell by more than 5 % on this kind of machine.
+bench/run_all.py --quick` runs quick forms for at most an hour, those without a figure of this kind of machine first, and prints
+what fell by more than 5 %.
 """
 
 
@@ -65,15 +67,16 @@ def format_value(value: float) -> str:
     return f"{value:.4g}"
 
 
-def cell(record: dict[str, Any] | None) -> str:
-    """Ours, the peer and the ratio on one kind of machine; "-" where the bench did not run."""
+def cell(record: dict[str, Any] | None, unit: str) -> str:
+    """Ours, the peer and the ratio on one kind of machine; "-" where the bench did not run. unit: of the row."""
     if record is None:
         return "-"
     peer = format_value(record["peer"])
     if record.get("peer_name"):
         peer += f" ({record['peer_name']})"
+    other = "" if record["unit"] == unit else f" {record['unit']}"
     missed = "" if record["ok"] else " (missed)"
-    return f"{format_value(record['ours'])} / {peer}: **{format_value(record['ratio'])}**{missed}, {record['mark']}"
+    return f"{format_value(record['ours'])} / {peer}{other}: **{format_value(record['ratio'])}**{missed}, {record['mark']}"
 
 
 def page(records: dict[str, dict[str, dict[str, Any]]]) -> str:
@@ -92,9 +95,9 @@ def page(records: dict[str, dict[str, dict[str, Any]]]) -> str:
             "|---|---|---|" + "---|" * len(columns) + "---|",
         ]
         for row in rows:
-            last = list(row.values())[-1]
+            last = [record for record in row.values() if record["mark"] != "quick"][-1]
             cells = [last["claim"], last["unit"], format_value(last["bar"])]
-            cells += [cell(row.get(column)) for column in columns]
+            cells += [cell(row.get(column), last["unit"]) for column in columns]
             lines.append("| " + " | ".join([*cells, f"`{last['script']}`"]) + " |")
         lines.append("")
     return "\n".join(lines)

@@ -2,16 +2,16 @@
 
     python bench/run_all.py --smoke               all of them, seconds each
     python bench/run_all.py --smoke --slice 2/8   every eighth script, beginning with the second
-    python bench/run_all.py --quick               the quick form of each within an hour, and what fell since the last time
+    python bench/run_all.py --quick               the quick forms, at most an hour, and what fell since the last time
     python bench/run_all.py --only engine,train   full sizes, hours
     python bench/run_all.py --quick --peer vllm=/PATH/bin/python --peer lmeval_vllm=/PATH/bin/python
 
 A script passes if it exits with 0 and its last line is a JSON record. If its peer, data or model is absent, it exits with 77
 and prints one line: what is missing and how to get it.
 
-`--quick` gives `--quick` to the scripts that have it; the others run at full size, within the time limit. First run those
-that have no figure of this kind of machine yet, then those with the oldest, so that the next run
-measures what did not fit into the hour. When the hour is over, the rest is named as not run. Records go into
+`--quick` gives `--quick` to the scripts that have it; the others run at full size, within the time limit. The first
+are those without a figure of this kind of machine, then those with the oldest one, so that the next run measures what did
+not fit into the hour. When the hour is over, the rest is named as not run. Records go into
 `bench/results/quick/KIND.jsonl` (`bench/_guard.py`). Scripts that need a trained model read the default store; if it has
 no quickstart/pretrain, a small one is made in a scratch folder for this run.
 """
@@ -179,10 +179,10 @@ def run_quick(chosen: list[Path], limit: float, total: float = QUICK_TOTAL) -> C
     )
     path, end = _guard.quick_file(_guard.kind_of_machine()), time.monotonic() + total
     last = _guard.read_quick(path)
-    dates = {record["script"]: record["date"] for record in last.values()}
-    order = sorted(
-        chosen, key=lambda script: dates.get(str(script.relative_to(ROOT)), "")
-    )  # never measured: first
+    dates: dict[str, str] = {}  # of the newest figure
+    for record in last.values():
+        dates[record["script"]] = max(record["date"], dates.get(record["script"], ""))
+    order = sorted(chosen, key=lambda script: dates.get(str(script.relative_to(ROOT)), ""))
     made, counts = dict[str, dict[str, Any]](), Counter[str]()
     with quickstart(min(2 * limit, total)) if any(map(needs_store, chosen)) else nullcontext():
         before = _guard.current_rates()
@@ -201,6 +201,7 @@ def run_quick(chosen: list[Path], limit: float, total: float = QUICK_TOTAL) -> C
             for record in outcome.records:
                 made[record["id"]] = {
                     **record,
+                    "quick": has_quick_form(script),
                     "rates": _guard.mean_rates(before, after),
                     "seconds": round(seconds, 1),
                 }

@@ -38,7 +38,7 @@ from bench._run import emulates_bf16, parse, sized, smoke
 from bench._turns import Gate, Step, Turn, in_turn
 from bench.align import _workload as work
 
-from whorl.machine.device_probe import probe, usable_cores
+from whorl.machine.device_probe import usable_cores
 
 FOREVER = 10_000  # steps; the gate ends the run earlier
 KINDS = {"fp32": ("fp32",), "bf16": ("autocast", "bf16")}  # dtype of the comparison -> kinds of `Setting`
@@ -278,7 +278,7 @@ def parse_options(
 
     given = parse(doc, arguments, smoke={"quick": True, "kind": "fp32", "rounds": 2, **smoke_sizes})
     if given.quick:
-        given.kind = given.kind or ("bf16" if probe().dtype == "bfloat16" else "fp32")
+        given.kind = given.kind or work.own_dtype()
     if given.kind is None and emulates_bf16():
         given.kind = "fp32"
     if smoke():
@@ -317,9 +317,8 @@ def measure(
         if given.only != "trl":
             for kind in kinds:
                 turns[f"ours, {kind}"] = Turn(run_ours, folder, kind, *job, threads=threads)
-        return in_turn(
-            turns, warm=sized(1 if given.quick else 2, 0), rounds=given.rounds or (3 if given.quick else 7)
-        )
+        warm, rounds = (1, 3) if given.quick else (2, 7)
+        return in_turn(turns, warm=sized(warm, 0), rounds=given.rounds or rounds)
 
 
 def best_of(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from bench._run import sized
 
+from whorl.machine.device_probe import probe
 from whorl.models.exchange.convert import export_model
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig, TransformerConfig
@@ -30,6 +31,11 @@ TOKENIZER_SOURCES = sized(60, 4)  # modules that the tokenizer is trained on
 PAD, BOS, EOS = 0, 1, 2
 RATE = 1e-3  # AdamW's learning rate on both sides; high, so that a few steps show whether the loss falls
 Rows = list[list[int]]
+
+
+def own_dtype() -> str:
+    """The dtype that this machine trains in, as an option of the benches."""
+    return "bf16" if probe().dtype == "bfloat16" else "fp32"
 
 
 def config() -> TransformerConfig:

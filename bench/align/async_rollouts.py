@@ -1,6 +1,6 @@
 """Reward per second of asynchronous rollouts against lockstep.
 
-    python bench/align/async_rollouts.py [--quick] [--kind bf16] [--judge SECONDS]
+    python bench/align/async_rollouts.py [--quick] [--kind fp32|bf16] [--judge SECONDS]
 
 The workload is that of `grpo_step.py`: 16 prompts, 8 completions of 32 tokens, a Llama shape of 6.9 M parameters. The
 reward is 1 for a completion with a space, which a few steps raise. In lockstep, sampling and training alternate, each
@@ -38,7 +38,6 @@ from whorl.align.rl.experience import Experience
 from whorl.align.rl.train import train_policy
 from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.verify.task import VerifiableTask
-from whorl.machine.device_probe import probe
 from whorl.tokens.hf_tokenizer import load_tokenizer
 
 PROMPTS, ANSWERS, NEW, WARM = sized((16, 8, 32, 3), (2, 2, 8, 1))
@@ -96,7 +95,7 @@ def main() -> None:
         )
 
     given = parse(__doc__, arguments, smoke={"quick": True, "kind": "fp32"})
-    given.kind = given.kind or ("bf16" if probe().dtype == "bfloat16" else "fp32")
+    given.kind = given.kind or work.own_dtype()
     n, cores = sized(4 if given.quick else 16, 2), len(os.sched_getaffinity(0))
     workers = 2 if given.delay else 1
     asynchronous = AsyncRolloutConfig(

@@ -1,6 +1,7 @@
 """One job on the engines: units of work in a local pool and on Ray, Daft with and without Ray, and Spark in local mode.
 
-    python bench/corpus/engines.py [--daft PYTHON] [--spark PYTHON] [--megabytes 200] [--workers 2] [--rounds 3] [--quick]
+    python bench/corpus/engines.py [--daft PYTHON] [--spark PYTHON] [--megabytes 400] [--workers 2] [--rounds 3]
+        [--quick] [--save]
 
 The job counts equal lines of a corpus (map, shuffle by line, reduce): lines of at least 30 characters without white space,
 compared with runs of white space as one space. The result is every line that occurs again, with its count. All engines
@@ -308,7 +309,7 @@ def main() -> None:
     claim(
         f"{what} in a pool of {args.workers} processes is no slower than the best of Ray, Daft and Spark", unit="s",
         ours=round(seconds["pool"], 2), peer=round(others.get(best, 0.0), 2), peer_name=best or "no peer",
-        ratio=others.get(best, 0.0) / seconds["pool"], bar=1, samples=samples, variant="pool",
+        ratio=others.get(best, 0.0) / seconds["pool"], bar=1, samples=samples, variant="pool", quick=args.quick,
         ok=equal and others.get(best, seconds["pool"]) >= seconds["pool"],
     )  # fmt: skip
     for name, base, variant, title, bar in (
@@ -318,7 +319,8 @@ def main() -> None:
     ):  # fmt: skip
         claim(
             f"{what}, {title}", ours=round(jobs[name], 2), peer=round(jobs[base], 2), peer_name=base, unit="s",
-            ratio=jobs[name] / jobs[base], bar=bar, ok=jobs[name] <= bar * jobs[base], samples=samples[1:], variant=variant,
+            ratio=jobs[name] / jobs[base], bar=bar, ok=jobs[name] <= bar * jobs[base], samples=samples[1:],
+            variant=variant, quick=args.quick,
         )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """kill -9 at random moments over ingest and curate, and a resume with another number of workers: identical bytes.
 
-    python bench/corpus/resume.py [--kills 20] [--engine local] [--save]
+    python bench/corpus/resume.py [--kills 20] [--engine local] [--quick] [--save]
 
 A recipe of the steps `ingest` and `curate` runs in a process group that is killed at a random moment of the time that an
 undisturbed run takes. It runs again on the same store with another number of workers (1, 2, 3). Every file of both
@@ -163,6 +163,7 @@ def main() -> None:
         ok=identical == len(found),
         samples=[vars(kill) for kill in found],
         variant="" if args.engine == "local" else args.engine,
+        quick=args.quick,
     )
 
 

@@ -76,7 +76,8 @@ def test_page_has_a_column_for_each_kind(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "transcribed.jsonl").write_text(json.dumps(record(ratio=3.0)) + "\n")
     for ratio, machine in ((1.5, zen4), (1.6, zen4), (4.0, amx)):  # the second one replaces the first
         _run._save({**record(ratio=ratio, ok=ratio > 2), "machine": machine})
-    quick = {"a/b": {**record(ratio=9.0), "machine": amx}, "a/new": {**record(id="a/new"), "machine": amx}}
+    shortened = record(ratio=9.0, claim="c in short", unit="s", quick=True)
+    quick = {"a/b": {**shortened, "machine": amx}, "a/new": {**record(id="a/new"), "machine": amx}}
     _guard.write_quick(tmp_path / "quick" / "k.jsonl", quick)
     assert _guard.read_quick(tmp_path / "quick" / "k.jsonl") == quick
     row = next(line for line in report.page(report.load_results()).splitlines() if line.startswith("| c "))
@@ -89,7 +90,16 @@ def test_page_has_a_column_for_each_kind(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     assert "a/new" not in str(report.load_results())  # quick figures fill cells only
     (tmp_path / "a.jsonl").unlink()
-    assert "**9**, quick" in report.page(report.load_results())
+    row = next(line for line in report.page(report.load_results()).splitlines() if line.startswith("| c "))
+    assert (
+        "| 100 / 50 s: **9**, quick |" in row and "| tokens/s |" in row
+    )  # the name and unit of the full figure
+
+
+def test_quick_figures_are_not_compared_with_full_ones() -> None:
+    slower = record(50.0, quick=True)
+    assert _guard.falls({"a/b": record()}, [slower]) == []
+    assert len(_guard.falls({"a/b": record(quick=True)}, [slower])) == 1
 
 
 @pytest.mark.parametrize(
@@ -134,21 +144,20 @@ def test_quick_run_keeps_records_and_prints_falls(
 ) -> None:
     folder = tmp_path / "bench"
     folder.mkdir()
-    line = json.dumps(json.dumps({**record(50.0), "machine": {}, "samples": [], "script": "bench/b.py"}))
     for name, option in (("a", ""), ("b", "'--quick'")):
+        made = {**record(50.0), "id": name, "machine": {}, "samples": [], "script": f"bench/{name}.py"}
+        line = json.dumps(json.dumps(made))
         text = f"import sys\nassert ('--quick' in sys.argv) == bool({option!r})\nprint({line})\n"
         (folder / f"{name}.py").write_text(text.replace("'--quick' in", '"--quick" in') if option else text)
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
     monkeypatch.setattr(_guard, "RESULTS", tmp_path)
     monkeypatch.setattr(_guard, "current_rates", lambda: RATES)
     monkeypatch.setattr(_guard, "kind_of_machine", lambda: "k")
-    (folder / "c.py").write_text(
-        "raise SystemExit(77)"
-    )  # without a figure: runs first, then b, whose figure is older
+    (folder / "c.py").write_text("raise SystemExit(77)")  # has no figure
     _guard.write_quick(
         tmp_path / "quick" / "k.jsonl",
         {
-            "a/b": {**record(), "script": "bench/b.py", "date": "2026-11-01"},
+            "b": {**record(quick=True), "id": "b", "script": "bench/b.py", "date": "2026-11-01"},
             "a": {**record(), "id": "a", "script": "bench/a.py", "date": "2026-11-02"},
         },
     )
@@ -156,9 +165,9 @@ def test_quick_run_keeps_records_and_prints_falls(
     assert run_all.run_quick(given, limit=30) == {"passed": 2, "skipped": 1}
     printed = capsys.readouterr().out
     assert printed.index("bench/c.py") < printed.index("bench/b.py") < printed.index("bench/a.py")
-    assert "fell: a/b: 50 after 100 tokens/s, -50%" in printed
-    kept = _guard.read_quick(tmp_path / "quick" / "k.jsonl")["a/b"]
-    assert kept["ours"] == 50.0 and kept["rates"] == RATES
+    assert "fell: b: 50 after 100 tokens/s, -50%" in printed
+    kept = _guard.read_quick(tmp_path / "quick" / "k.jsonl")["b"]
+    assert kept["ours"] == 50.0 and kept["rates"] == RATES and kept["quick"]
     assert run_all.run_quick([folder / "a.py"], limit=30, total=0.5) == {"not run": 1}
     assert "not run, the time is over: bench/a.py" in capsys.readouterr().out
 

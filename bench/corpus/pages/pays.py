@@ -125,12 +125,12 @@ def main() -> None:
             parser.add_argument("--peer", help="interpreter with trafilatura"),
             parser.add_argument("--seeds", type=int, default=5),
             parser.add_argument("--steps", type=int, default=120),
-            parser.add_argument("--quick", action="store_true", help="two seeds and a sixth of the steps"),
+            parser.add_argument("--quick", action="store_true", help="two seeds and a third of the steps"),
         ),
         smoke={"seeds": 1, "steps": 4},
     )
     if args.quick:
-        args.seeds, args.steps = 2, args.steps // 6
+        args.seeds, args.steps = 2, args.steps // 3
     with tempfile.TemporaryDirectory() as place:
         scratch = Path(place)
         pages = pages_with_sources(unpacked(args.docs, MANUALS, scratch))
