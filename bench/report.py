@@ -36,8 +36,8 @@ November 2026, before JSON lines were kept, on two AMD cores of 0.45 TFLOP/s in 
 "Quick" figures are of `run_all.py --quick`: smaller sizes, fewer seeds or steps, and sometimes another unit.
 
 Run one bench with `python bench/ROOM/CLAIM.py`, all of them at small sizes with `python bench/run_all.py --smoke`. `python
-bench/run_all.py --quick` runs quick forms for at most an hour, those without a figure of this kind of machine first, and prints
-what fell by more than 5 %.
+bench/run_all.py --quick` runs quick forms for at most an hour, first those without a figure of this kind of machine, and
+prints what fell by more than 5 %.
 """
 
 

@@ -37,7 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import _guard
-from bench._peers import VARIABLE
+from bench._peers import TITLES, VARIABLE
 from bench._run import PRETRAINED, SKIPPED, STORE
 
 ROOT = Path(__file__).parents[1]
@@ -255,6 +255,12 @@ def main() -> None:
         help="interpreter of a peer, for every script",
     )
     args = parser.parse_args()
+    for text in args.peer:
+        name, _, python = text.partition("=")
+        if name not in TITLES or not Path(python).is_file():
+            parser.error(
+                f"--peer {text}: expected NAME=PYTHON, NAME one of {', '.join(TITLES)}, PYTHON an interpreter"
+            )
     if args.peer:
         os.environ[VARIABLE] = ",".join(args.peer)
     first, step = map(int, args.slice.split("/"))

@@ -172,6 +172,17 @@ def test_quick_run_keeps_records_and_prints_falls(
     assert "not run, the time is over: bench/a.py" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("peer", ["vllm", "vllm=", "vllm=/no/python", f"vlm={sys.executable}"])
+def test_a_wrong_peer_is_refused_before_any_bench(
+    peer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--quick", "--peer", peer])
+    monkeypatch.setattr(run_all, "run_quick", pytest.fail)
+    with pytest.raises(SystemExit, match="2"):
+        run_all.main()
+    assert f"--peer {peer}: expected NAME=PYTHON, NAME one of vllm, " in capsys.readouterr().err
+
+
 def test_scripts_with_a_quick_form_are_found() -> None:
     assert len(run_all.scripts()) > 60
     assert sum(map(run_all.has_quick_form, run_all.scripts())) > 50
