@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.compiler import needs_compiler
 from tests.support.engine.parity import FAMILIES, assert_same, config, decoder, drain, request, run, tokens_of
 
 from whorl.engine.engine import Engine
-from whorl.engine.native import build, unsupported_reason
+from whorl.engine.native import unsupported_reason
 from whorl.engine.request import Request, Token
 from whorl.engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
+pytestmark = needs_compiler
 
 NATIVE = [name for name, make in FAMILIES.items() if unsupported_reason(make()) is None]
 

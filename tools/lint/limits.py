@@ -115,13 +115,26 @@ def imported(module: Module, nodes: Iterable[ast.AST], known: dict[str, Module])
 def imports_per_file(known: dict[str, Module]) -> Iterator[Violation]:
     """Modules of the package that each file imports, inside functions and for types too."""
     for module in known.values():
-        count = len(imported(module, ast.walk(module.tree), known))
+        count = len(imported(module, statements(module.tree), known))
         yield Violation("imports_per_file", module.path, count)
+
+
+def substatements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements (handlers and cases) directly within `node`. Expressions, most of a tree, hold none."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        yield from getattr(node, field, ())
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All statements within `tree`."""
+    for node in substatements(tree):
+        yield node
+        yield from statements(node)
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function, bool]]:
     """Every function as (qualified name, node, whether it is a method)."""
-    for node in ast.iter_child_nodes(tree):
+    for node in substatements(tree):
         if isinstance(node, Function):
             name = f"{prefix}{node.name}"
             static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)

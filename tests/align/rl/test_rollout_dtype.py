@@ -11,6 +11,7 @@ import torch
 from tests.support.align.byte_model import decoder, scribe
 from tests.support.align.kill_at_step import check_resume
 from tests.support.align.rl_policies import SMALL, train
+from tests.support.compiler import needs_compiler
 from tests.support.configs import nested, updated
 
 from whorl.align.model import sampling_dtype
@@ -18,10 +19,8 @@ from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.sampling_dtype import RolloutSampler
 from whorl.align.rl import train as rl_train
 from whorl.align.rl.config import RLConfig, RolloutConfig
-from whorl.engine.native import build
 from whorl.errors import ConfigError
 
-native = pytest.mark.skipif(build.library() is None, reason="no C++ compiler")
 LOOSE = 0.1  # nats: int8 weights of the tiny model are within
 
 
@@ -35,7 +34,7 @@ class _Row:
         self.log_probs, self.versions = [0.0] * len(ids), [0] * len(ids)
 
 
-@native
+@needs_compiler
 @pytest.mark.parametrize(("bound", "chosen"), [(LOOSE, "int8"), (1e-9, "float32")])
 def test_bound_decides_which_types_are_timed(
     bound: float, chosen: str, monkeypatch: pytest.MonkeyPatch
@@ -57,7 +56,7 @@ def test_bound_decides_which_types_are_timed(
     assert 0 < differences < (LOOSE if chosen == "int8" else 1e-5)
 
 
-@native
+@needs_compiler
 def test_drift_falls_back_and_is_logged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake reports agreement for the two candidates and one batch, then a drift."""
     reported = iter([0.01, 0.01, 0.02, 0.5])
@@ -78,7 +77,7 @@ def test_drift_falls_back_and_is_logged(folder: Path, monkeypatch: pytest.Monkey
     )
 
 
-@native
+@needs_compiler
 def test_forced_type_is_used_and_resumes(folder: Path, tmp_path: Path) -> None:
     given = config(rollout={"dtype": "int8"})
     _, history, _ = train(folder, given)

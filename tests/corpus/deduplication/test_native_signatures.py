@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.compiler import needs_compiler
 
 from whorl.corpus.deduplication import MinHashConfig, shingles
 from whorl.corpus.deduplication.near import clusters, minhash
 from whorl.corpus.deduplication.shingles import TextBlock, shingle_hashes
-
-NATIVE = pytest.mark.skipif(minhash.library() is None, reason="no compiler")
 
 
 @settings(deadline=None)
@@ -35,7 +34,7 @@ def test_words_of_all_lengths_have_the_reference_hashes(texts: list[bytes], size
         assert set(found[begin:end].tolist()) == shingle_hashes(text, config)
 
 
-@NATIVE
+@needs_compiler
 @given(st.integers(0, 9), st.integers(1, 40), st.sampled_from([1, 2, 8]), st.integers(0, 9))
 def test_divided_keys_and_digests_equal_numpy(n: int, bands: int, partitions: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -54,7 +53,7 @@ def test_divided_keys_and_digests_equal_numpy(n: int, bands: int, partitions: in
         assert (minhash.signature_digests(changed) != expected[3]).tolist() == [True] + [False] * (n - 1)
 
 
-@NATIVE
+@needs_compiler
 def test_joined_buckets_equal_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     signatures = [rng.integers(0, 2, (20, 8), np.uint16), rng.integers(0, 2, (30, 8), np.uint16)]

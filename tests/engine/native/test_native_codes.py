@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.compiler import needs_compiler
 from tests.support.engine.native import Texts, llama
 from tests.support.engine.parity import config, expected, prompt_requests, run
 
 from whorl.engine.engine import Engine
-from whorl.engine.native import NativeStep, build
+from whorl.engine.native import NativeStep
 from whorl.engine.native.runner import NativeRunner
 from whorl.models import Transformer, load_model, save_model
 from whorl.models.quantization.gptq import quantize_model
 from whorl.models.quantization.weights import QuantizationConfig
 from whorl.models.transformer_config import NGramConfig
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
+pytestmark = needs_compiler
 
 
 def quantized(dtype: torch.dtype = torch.float32, **fields: Any) -> Transformer:

@@ -9,16 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.compiler import needs_compiler
 from tests.support.engine.native import BOUNDS, SHAPES, Texts, llama
 from tests.support.engine.parity import FAMILIES, config, prompt_requests, run
 
 from whorl.engine.cache.kv_int8 import Int8KVPages, quantize_kv
 from whorl.engine.engine import Engine
-from whorl.engine.native import NativeStep, build
+from whorl.engine.native import NativeStep
 from whorl.engine.native.runner import NativeRunner
 from whorl.models import Transformer
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
+pytestmark = needs_compiler
 
 HEADS_64 = {"head_dim": 64, "n_heads": 6, "n_kv_heads": 2, "d_model": 64}  # several registers of codes
 INTEGER_BOUND = 2e-3  # queries and weights in 16 bits; twice the error seen

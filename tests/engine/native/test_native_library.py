@@ -6,11 +6,11 @@ import ctypes
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.support.compiler import needs_compiler
 from tests.support.engine.native import BOUNDS, SHAPES, Texts, llama
 
 from whorl.engine.model.runner import ModelRunner
@@ -25,8 +25,7 @@ from whorl.nn.linear import Linear
 from whorl.nn.mlp import activate
 from whorl.nn.quantized_linear import QuantizedLinear
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
-LIBRARY: Any = build.library()
+pytestmark = needs_compiler
 
 
 def _rounded(t: torch.Tensor, kind: str, group: int, weight: bool) -> torch.Tensor:
@@ -51,7 +50,7 @@ def _rounded(t: torch.Tensor, kind: str, group: int, weight: bool) -> torch.Tens
     ("n", "k", "group"), [(1, 8, 8), (63, 70, 8), (33, 70, 6), (200, 333, 32), (130, 256, 256)]
 )
 def test_product_matches_rounded_weights(kind: str, n: int, k: int, group: int) -> None:
-    check_products(LIBRARY, kind, n, k, group)
+    check_products(build.library(), kind, n, k, group)
 
 
 def check_products(library: ctypes.CDLL, kind: str, n: int, k: int, group: int) -> None:
@@ -78,7 +77,7 @@ def check_products(library: ctypes.CDLL, kind: str, n: int, k: int, group: int) 
 )  # fmt: skip
 def test_tile_products_match_vectors(kind: str, n: int, k: int, group: int | None) -> None:
     """Tile registers, emulated and (with AMX) real, which agree to the bit; integer products agree with vectors' too."""
-    check_tiles(LIBRARY, kind, n, k, group)
+    check_tiles(build.library(), kind, n, k, group)
 
 
 def check_tiles(library: ctypes.CDLL, kind: str, n: int, k: int, group: int | None) -> None:
@@ -112,11 +111,11 @@ def test_each_piece_of_work_runs_once(m: int, n: int) -> None:
     """Many rows, in pieces of several; more blocks than a phase has pieces."""
     weight, x, y = torch.arange(1.0, n + 1), torch.arange(1.0, m + 1), torch.full((m, n), float("nan"))
     matrix = layout.make_matrix("float32", None, n, 1)
-    arena = layout.Arena(LIBRARY, [matrix])
-    LIBRARY.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 3)
-    step = LIBRARY.whorl_open()
-    LIBRARY.whorl_product(step, ctypes.byref(matrix), x.data_ptr(), m, y.data_ptr(), 0, 0.0, 3)
-    LIBRARY.whorl_close(step)
+    arena = layout.Arena(build.library(), [matrix])
+    build.library().whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 3)
+    step = build.library().whorl_open()
+    build.library().whorl_product(step, ctypes.byref(matrix), x.data_ptr(), m, y.data_ptr(), 0, 0.0, 3)
+    build.library().whorl_close(step)
     assert torch.equal(y, x[:, None] * weight)
     del arena
 
@@ -149,14 +148,14 @@ def test_given_codes_are_packed_unchanged(kind: str, k: int, group: int | None, 
     codes, scales = quantized.unpacked_codes.contiguous(), quantized.scales
     matrix = layout.make_matrix(kind, group, n, k, scale_kind="float32")
     matrix.method = layout.METHODS[method]
-    arena = layout.Arena(LIBRARY, [matrix])
-    LIBRARY.whorl_pack_codes(ctypes.byref(matrix), codes.data_ptr(), scales.data_ptr(), 2)
+    arena = layout.Arena(build.library(), [matrix])
+    build.library().whorl_pack_codes(ctypes.byref(matrix), codes.data_ptr(), scales.data_ptr(), 2)
     assert torch.equal(
         _packed_codes(matrix, ctypes.string_at(matrix.data, matrix.scales - matrix.data)), codes
     )
-    step, x, y = LIBRARY.whorl_open(), torch.randn(37, k, generator=g), torch.empty(37, n)
-    LIBRARY.whorl_product(step, ctypes.byref(matrix), x.data_ptr(), 37, y.data_ptr(), 0, 0.0, 2)
-    LIBRARY.whorl_close(step)
+    step, x, y = build.library().whorl_open(), torch.randn(37, k, generator=g), torch.empty(37, n)
+    build.library().whorl_product(step, ctypes.byref(matrix), x.data_ptr(), 37, y.data_ptr(), 0, 0.0, 2)
+    build.library().whorl_close(step)
     rows = _rounded(x, kind, group or k, False).double()
     torch.testing.assert_close(y, (rows @ quantized.weight.double().T).float(), atol=2e-5, rtol=1e-5)
     del arena
@@ -165,7 +164,7 @@ def test_given_codes_are_packed_unchanged(kind: str, k: int, group: int | None, 
 @pytest.mark.parametrize("size", [2, 3, 64])
 def test_activations_match_torch(size: int) -> None:
     """Each activation function over its whole range of inputs."""
-    library = LIBRARY
+    library = build.library()
     x = torch.cat([torch.linspace(-30, 30, 997), torch.tensor([0.0, -100.0, 100.0])])[:, None]
     for name, number in layout.ACTIVATIONS.items():
         gated = name in ("swiglu", "geglu")
@@ -181,7 +180,7 @@ def test_activations_match_torch(size: int) -> None:
 
 
 def test_structure_sizes_match_library() -> None:
-    layout.check_sizes(LIBRARY)
+    layout.check_sizes(build.library())
 
 
 RACE = """
@@ -200,9 +199,9 @@ AVX2 = "avx2" in native_build.cpu_description()
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("-O1",), id="any CPU"),
+        pytest.param(("-O0",), id="any CPU"),
         pytest.param(
-            ("-O1", "-march=x86-64-v3"),
+            ("-O0", "-march=x86-64-v3"),
             id="AVX2",
             marks=pytest.mark.skipif(not AVX2, reason="the CPU has no AVX2"),
         ),

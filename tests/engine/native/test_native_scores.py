@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.compiler import needs_compiler
 from tests.support.engine import parity
 from tests.support.engine.native import llama
 from tests.support.engine.parity import PROMPTS, config, drain, request
 
 from whorl.engine.engine import Engine
-from whorl.engine.native import build
 from whorl.engine.native import runner as native_runner
 from whorl.engine.native.runner import NativeRunner
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
+pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize("most_logits", [1 << 24, 0])

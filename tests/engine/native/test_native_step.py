@@ -9,19 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.compiler import needs_compiler
 from tests.support.engine.native import BOUNDS, SHAPES, Texts, llama
 from tests.support.engine.parity import FAMILIES, check, config, prompt_requests, run
 
 from whorl.engine.cache.pages import InputBatch
 from whorl.engine.engine import Engine
 from whorl.engine.model.runner import ModelRunner
-from whorl.engine.native import NativeStep, build, unsupported_reason
+from whorl.engine.native import NativeStep, unsupported_reason
 from whorl.engine.native.runner import NativeRunner, autotune, make_runner
 from whorl.errors import ConfigError
 from whorl.machine import kernel_choice
 from whorl.machine.choices import recorded_choices
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
+pytestmark = needs_compiler
 
 REASONS = {name: unsupported_reason(make()) for name, make in FAMILIES.items()}
 NATIVE = {name: FAMILIES[name] for name, reason in REASONS.items() if reason is None}

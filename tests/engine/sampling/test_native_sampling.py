@@ -7,13 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.compiler import needs_compiler
 from tests.support.engine.parity import decoder
 
-from whorl.engine.native import NativeStep, build
+from whorl.engine.native import NativeStep
 from whorl.engine.native.sampling import row_sampler
 from whorl.engine.sampling.sampler import NoValidTokenError, Sampler, SamplerRow, SamplingParams
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")

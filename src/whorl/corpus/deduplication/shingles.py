@@ -229,4 +229,8 @@ def _power_table(base: int, n: int) -> NDArray[np.uint64]:
 
 
 def _mix_one(x: int) -> int:
-    return int(mix(np.array([x & _MASK], np.uint64))[0])
+    """`mix` of one number."""
+    x &= _MASK
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
