@@ -41,10 +41,10 @@ def bar() -> float:
 
 
 def settings(kinds: list[str], quick: bool) -> list[trl.Setting]:
-    """Return the settings of TRL."""
+    """Return the settings of TRL; with `quick` the one that is the fastest on every machine so far."""
     first = [trl.Setting(kind, micro=1) for kind in kinds]
     wrapped = [trl.Setting(kind, packing="wrapped") for kind in kinds]
-    return [*first, wrapped[-1]] if quick else [*first, *wrapped, trl.Setting(kinds[-1], micro=2)]
+    return wrapped[-1:] if quick else [*first, *wrapped, trl.Setting(kinds[-1], micro=2)]
 
 
 def rate(steps: list[Step]) -> float:

@@ -32,8 +32,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized, smoke
 
-HELD_OUT = sized(100, 4)
 QUICK = "--quick" in sys.argv
+HELD_OUT = sized(20 if QUICK else 100, 4)
 # Texts, epochs of SFT, steps of GRPO.
 SIZES = {
     "calculator": sized((300, 1.0, 4) if QUICK else (2_000, 3.0, 40), (16, 1.0, 1)),

@@ -67,12 +67,10 @@ def main() -> None:
             parser.add_argument("--steps", type=int, default=220, help="at most one epoch"),
             parser.add_argument("--passages", type=int, default=12, help="for each number of repeats"),
             parser.add_argument("--seeds", type=int, default=3),
-            parser.add_argument("--quick", action="store_true", help="one seed"),
         ),
-        smoke={"steps": 4, "passages": 2, "seeds": 1},
+        smoke={"steps": 4, "passages": 2},
+        quick={"steps": 40, "passages": 3, "seeds": 1},
     )
-    if args.quick:
-        args.seeds = 1
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     texts = [path.read_text("utf-8", "replace") for path in files]
     pieces = [text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE)]

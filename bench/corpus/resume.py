@@ -144,11 +144,11 @@ def main() -> None:
         parser.add_argument("--kills", type=int, default=20)
         parser.add_argument("--files", type=int, default=1000)
         parser.add_argument("--engine", default="local", choices=["local", "ray"])
-        parser.add_argument("--quick", action="store_true", help="5 kills, 400 files")
+        parser.add_argument("--quick", action="store_true", help="3 kills, 400 files")
 
     args = parse(__doc__, add, smoke={"kills": 2, "files": 60})
     if args.quick:
-        args.kills, args.files = 5, 400
+        args.kills, args.files = 3, 400
     with tempfile.TemporaryDirectory() as folder:
         found = trials(Path(folder), args.kills, args.files, args.engine)
     identical = sum(kill.identical for kill in found)

@@ -136,14 +136,14 @@ def main() -> None:
             parser.add_argument("--equal", type=int, default=1_000_000, help="equal documents; 0: none"),
             parser.add_argument("--workers", type=int, default=2),
             parser.add_argument(
-                "--quick", action="store_true", help="0.02 and 0.06 GB, 100,000 short documents"
+                "--quick", action="store_true", help="0.01 and 0.03 GB, 50,000 short documents"
             ),
             parser.add_argument("--folder", type=Path, help="scratch folder; default a temporary one"),
         ),
         smoke={"gigabytes": [0.002, 0.004], "short": 2000, "equal": 1000},
     )
     if args.quick:
-        args.gigabytes, args.short, args.equal = [0.02, 0.06], 100_000, 100_000
+        args.gigabytes, args.short, args.equal = [0.01, 0.03], 50_000, 50_000
     found = []
     with tempfile.TemporaryDirectory(dir=args.folder) as place:
         scratch = Path(place)

@@ -1,6 +1,7 @@
 """Mixed load at the limit of the engine's capacity, for an hour by default: no leaks, no lost or mixed-up requests.
 
-    python bench/engine/soak.py [--minutes 60] [--quick]
+    python bench/engine/soak.py [--minutes 60]
+    python bench/engine/soak.py --quick     # 24 seconds
 
 Three small models (full attention; sliding windows with few key heads; `whorl_decoder`) run one after another in small
 caches with both kinds of preemption. Requests of all lengths arrive in bursts from several clients and with several
@@ -232,7 +233,7 @@ def main() -> None:
         smoke={"minutes": 0.03},
     )
     torch.set_num_threads(1)
-    seconds = (0.5 if given.quick else given.minutes) * 60 / 3
+    seconds = (0.4 if given.quick else given.minutes) * 60 / 3
     mistakes: list[str] = []
     growth, totals = 0.0, dict[str, int]()
     for n, (name, model) in enumerate(networks()):

@@ -17,8 +17,10 @@ without. "same ids" is the share of ids that equal ours in fp32 (or in the first
 the first tokens must be equal.
 
 --peer NAME=PYTHON gives the interpreter of vllm, openvino, llama or hf; the default is this one. A peer that its interpreter
-cannot import is left out. Installation: docs/engine.md. --folder DIR keeps the peers' files. --quick: 14M, 8 rows, 32
-new tokens, one round, fp32 and int8.
+cannot import is left out. Installation: docs/engine.md. --folder DIR keeps the peers' files.
+
+--quick: 14M, 8 rows, 32 new tokens, one round, fp32 and int8. Where OpenVINO is installed, vLLM and Hugging Face are left
+out, which were slower in this cell on every machine so far.
 
 llama.cpp crashes on CPUs with AMX (ggml-org/llama.cpp issue 20824). There it must be built without it:
 CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON -DGGML_AMX_TILE=OFF".
@@ -247,6 +249,8 @@ def main() -> None:
         sys.exit(77)
     if given.only:
         pythons = {side: p for side, p in pythons.items() if side == "ours" or side in given.only.split(",")}
+    elif given.quick and "openvino" in pythons:
+        pythons = {side: p for side, p in pythons.items() if side not in ("vllm", "hf")}
     for option, allowed in (("models", NAMES), ("cells", CELLS), ("kinds", KINDS)):
         for text in getattr(given, option).split(","):
             if text not in allowed:

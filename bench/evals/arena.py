@@ -1,6 +1,7 @@
 """Ratings of the arena: coverage of their intervals, and equality with logistic regression.
 
     python bench/evals/arena.py --save
+    python bench/evals/arena.py --quick     # arenas with repeating voters, and with the covariate
 
 Arenas of 6 models and 1,000 votes with 20 % to 30 % ties; share of 95 % intervals that cover the true rating. The
 intervals of the Hessian, which take a tie for a whole vote and votes for independent, are the baseline. The arenas are
@@ -136,16 +137,34 @@ def peer_gap(rng: Rng, arenas: int) -> float:
 
 def main() -> int:
     """Print a line of JSON for each claim."""
-    args = parse(__doc__, lambda p: p.add_argument("--seed", type=int, default=7))
+    args = parse(__doc__, lambda p: p.add_argument("--seed", type=int, default=7), quick={"quick": True})
     runs = sized(1000, 20)
     for number, kind in enumerate(("independent", "voters", "length", "information")):
+        if args.quick and not args.smoke and kind not in ("voters", "length"):
+            continue
         shares = coverage(np.random.default_rng([args.seed, number]), runs, kind)
         peer = shares.pop("Hessian")
         for name, share in shares.items():
             what = f"95 % intervals of ratings in {runs} simulated arenas, {kind}, {name}"
-            claim_share(what, f"coverage {kind} {name}", share, peer, 0.93, 0.97, "intervals of the Hessian")
+            claim_share(
+                what,
+                f"coverage {kind} {name}",
+                share,
+                peer,
+                0.93,
+                0.97,
+                "intervals of the Hessian",
+                args.quick,
+            )
     gap = peer_gap(np.random.default_rng(args.seed), sized(40, 4))
-    claim_gap("Bradley-Terry against logistic regression", "Bradley-Terry", gap, 1e-6, "LogisticRegression")
+    claim_gap(
+        "Bradley-Terry against logistic regression",
+        "Bradley-Terry",
+        gap,
+        1e-6,
+        "LogisticRegression",
+        args.quick,
+    )
     return 0
 
 

@@ -4,6 +4,7 @@ Each gold answer is written in every form that a model may give, and scored. All
 shuffled among the items of each task: the score must equal the share of items that got an equal answer by chance.
 
     python bench/evals/bbh_answers.py --save
+    python bench/evals/bbh_answers.py --quick     # 80 items of each task, 2,000 of GSM8K
 
 The data: bbh/*.json of suzgunmirac/BIG-Bench-Hard and gsm8k_*.jsonl of openai/grade-school-math, in the folder $WHORL_DATA
 (default: ../shared/data).
@@ -90,13 +91,13 @@ def shares(metric: str, golds: list[str], answers: list[str]) -> tuple[float, li
 
 def main() -> int:
     """Print a table of tasks and forms, and the JSON lines."""
-    parse(__doc__)
+    args = parse(__doc__, quick={"quick": True})
     bbh = data_path("bbh", BBH)
     gsm8k = [data_path(f"gsm8k_{split}.jsonl", GSM8K) for split in ("test", "train")]
     rng = random.Random(0)
     lowest, tasks, gaps, chance_rows = 1.0, 0, [], []
     for task, golds in bbh_tasks(bbh):
-        golds = golds[: sized(None, 20)]
+        golds = golds[: sized(80 if args.quick else None, 20)]
         row = {}
         for form, write in FORMS.items():
             row[form], wrong = shares("exact", golds, [write(gold) for gold in golds])
@@ -117,13 +118,14 @@ def main() -> int:
     claim(
         f"gold answers of {tasks} tasks in {len(FORMS)} forms: lowest share of right answers of a task and form",
         ours=lowest, peer=1.0, unit="share", ratio=lowest, bar=1.0, ok=lowest == 1.0 and tasks == 27,
-        samples=chance_rows, variant="forms",
+        samples=chance_rows, variant="forms", quick=args.quick,
     )  # fmt: skip
     claim(
         "answers shuffled among the items of a task: largest difference to the share that is equal by chance",
         ours=max(gaps), peer=0.0, unit="share", ratio=max(gaps), bar=0.0, ok=max(gaps) == 0.0, variant="shuffled",
+        quick=args.quick,
     )  # fmt: skip
-    golds = gsm8k_golds(gsm8k)[: sized(None, 50)]
+    golds = gsm8k_golds(gsm8k)[: sized(2000 if args.quick else None, 50)]
     finals = [gold.rpartition("#### ")[2] for gold in golds]
     texts = {
         "as given": golds,
@@ -139,6 +141,7 @@ def main() -> int:
     claim(
         f"{len(golds)} gold answers of GSM8K in {len(texts)} forms: lowest share of right answers of a form",
         ours=lowest, peer=1.0, unit="share", ratio=lowest, bar=1.0, ok=lowest == 1.0, variant="gsm8k",
+        quick=args.quick,
     )  # fmt: skip
     return 0
 

@@ -1,6 +1,7 @@
 """Judge models with a known bias: the measured bias against the planted one, and win rates of models that are no better.
 
     python bench/evals/judge.py --save
+    python bench/evals/judge.py --quick     # a fourth of the table
 
 A simulated judge prefers the first answer with probability q, or the longer one; otherwise it prefers the answer of the
 higher quality, which it reads from the text. Position and length bias are then q / 2. Models answer like the baseline, but
@@ -46,6 +47,10 @@ JUDGES = {  # probability of a preference for the first, and for the longer answ
     "unbiased": (0.0, 0.0), "often first": (0.3, 0.0), "mostly first": (0.7, 0.0), "always first": (1.0, 0.0),
     "often longer": (0.0, 0.3), "mostly longer": (0.0, 0.7), "always longer": (0.0, 1.0),
 }  # fmt: skip
+
+
+QUICK_JUDGES = ("mostly first", "always first", "always longer")
+QUICK_MODELS = ("mostly longer", "better, shorter")
 
 
 class Simulated:
@@ -117,15 +122,21 @@ def one_order(result: TaskResult) -> float:
 
 def main() -> int:
     """Print a table and the JSON lines."""
-    args = parse(__doc__, lambda p: p.add_argument("--items", type=int, default=4000), smoke={"items": 60})
+    quick = {"quick": True}
+    args = parse(
+        __doc__, lambda p: p.add_argument("--items", type=int, default=4000), smoke={"items": 60}, quick=quick
+    )
+    some = args.quick and not args.smoke
+    judges, models = (QUICK_JUDGES, QUICK_MODELS) if some else (tuple(JUDGES), tuple(MODELS))
     worst = {"position": 0.0, "length": 0.0, "win rate": 0.0, "one order": 0.0, "naive bias": 0.0}
     table = []
     print(
         f"{'judge':<14} {'model':<16} position (planted)  length (planted)  one order  win rate      lc  95 % interval"
     )
-    for number, (judge, (first, longer)) in enumerate(JUDGES.items()):
-        for model in MODELS:
-            found = run(model, judge, args.items, number)
+    for judge in judges:
+        first, longer = JUDGES[judge]
+        for model in models:
+            found = run(model, judge, args.items, list(JUDGES).index(judge))
             position, length, lc = (found.measure(m) for m in ("position_bias", "length_bias", "win_rate_lc"))
             win, naive = found.measure("win_rate").value, one_order(found)
             print(
@@ -153,12 +164,12 @@ def main() -> int:
         f"judge model with a planted bias: largest error of position and length bias, {len(table)} pairs of judge and model",
         ours=100 * bias, peer=100 * worst["naive bias"], unit="points", ratio=bias, bar=BAR, ok=bias <= BAR,
         peer_name="wins of the first answer, one order",
-        variant="bias", samples=table,
+        variant="bias", samples=table, quick=args.quick,
     )  # fmt: skip
     claim(
         "judge model that always prefers the first or the longer answer: largest win rate above or below 50 %",
         ours=100 * worst["win rate"], peer=100 * worst["one order"], unit="points", ratio=worst["win rate"], bar=BAR,
-        ok=worst["win rate"] <= BAR, peer_name="one order, no length control", variant="win-rate",
+        ok=worst["win rate"] <= BAR, peer_name="one order, no length control", variant="win-rate", quick=args.quick,
     )  # fmt: skip
     return 0 if args.smoke or (bias <= BAR and worst["win rate"] <= BAR) else 1
 

@@ -1,6 +1,7 @@
 """The page of an evaluation in Chromium: filters and scrolling with 10,000 items against 100.
 
     python bench/evals/page.py --save
+    python bench/evals/page.py --quick     # a quarter of the events
 
 Both pages compare two models and are open in one browser. One measurement is the time from an event to the next painted
 frame:
@@ -107,7 +108,10 @@ def measure(pages: dict[int, Any], sessions: dict[int, Any], rounds: int) -> Sam
 
 def main() -> int:
     """Print the JSON lines of filters and of scrolling."""
-    args = parse(__doc__, lambda p: p.add_argument("--rounds", type=int, default=12), smoke={"rounds": 1})
+    smoke, quick = {"rounds": 1}, {"rounds": 3}
+    args = parse(
+        __doc__, lambda p: p.add_argument("--rounds", type=int, default=12), smoke=smoke, quick=quick
+    )
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     try:
         from playwright.sync_api import sync_playwright
@@ -136,7 +140,7 @@ def main() -> int:
         claim(
             f"page of an evaluation, {kind}, {MANY:,} items against {FEW}", ours=many, peer=few, unit="ms", ratio=many / few,
             bar=BAR, ok=many / few <= BAR, peer_name=f"{FEW} items", variant=kind.replace(", ", "-"),
-            samples=[round(ms, 3) for ms in values[MANY]],
+            samples=[round(ms, 3) for ms in values[MANY]], quick=args.quick,
         )  # fmt: skip
     return 0 if ok or args.smoke else 1
 

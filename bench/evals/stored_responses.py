@@ -5,6 +5,7 @@ is killed ten times at random moments. Missing are the items without a stored re
 these, and a run after it none.
 
     python bench/evals/stored_responses.py [--items 8000] [--kills 10]
+    python bench/evals/stored_responses.py --quick      # three kills
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def main() -> None:
         parser.add_argument("--items", type=int, default=8000)
         parser.add_argument("--kills", type=int, default=10)
 
-    args = parse(__doc__, add, smoke={"items": 300, "kills": 2})
+    args = parse(__doc__, add, smoke={"items": 300, "kills": 2}, quick={"items": 2500, "kills": 3})
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as name, Slow() as fake:
         folder = Path(name)
@@ -130,11 +131,11 @@ def main() -> None:
     claim(
         f"Requests after kill -9 at {len(kept)} random moments, beyond the missing ones", ours=len(sent) - missing, peer=0,
         unit="requests", ratio=len(sent) - missing, bar=0, ok=len(sent) == missing and len(kept) == args.kills,
-        samples=kept, variant="killed", quick=args.smoke,
+        samples=kept, variant="killed", quick=args.quick,
     )  # fmt: skip
     claim(
         "Requests of a second run", ours=again, peer=args.items, unit="requests", ratio=again, bar=0, ok=again == 0,
-        peer_name="without stored responses", variant="second-run", quick=args.smoke,
+        peer_name="without stored responses", variant="second-run", quick=args.quick,
     )  # fmt: skip
 
 

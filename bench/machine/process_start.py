@@ -1,6 +1,7 @@
 """Seconds until a child process with torch answers, and until a process has loaded a model.
 
-    python bench/machine/process_start.py [--rounds N]
+    python bench/machine/process_start.py [--rounds 7]
+    python bench/machine/process_start.py --quick      # three rounds
 
     spawn      `multiprocessing` with its "spawn" method: a new interpreter imports torch (the peer)
     first      the first child of the fork server, which imports torch once
@@ -65,7 +66,8 @@ def child() -> None:
 
 
 def main() -> None:
-    a = parse(__doc__, lambda p: p.add_argument("--rounds", type=int, default=7), smoke={"rounds": 1})
+    smoke, quick = {"rounds": 1}, {"rounds": 3}
+    a = parse(__doc__, lambda p: p.add_argument("--rounds", type=int, default=7), smoke=smoke, quick=quick)
     if not fork_server.available():
         print("there is no fork server on this system")
         raise SystemExit(77)
@@ -87,7 +89,7 @@ def main() -> None:
     claim(
         "start of a child process with torch", ours=median(forked), peer=median(spawn), unit="s",
         ratio=median(spawn) / median(forked), bar=10, ok=median(spawn) > 10 * median(forked), samples=forked,
-        peer_name="multiprocessing, spawn",
+        peer_name="multiprocessing, spawn", quick=a.quick,
     )  # fmt: skip
 
 

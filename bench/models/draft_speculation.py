@@ -66,7 +66,7 @@ def main() -> None:
             p.add_argument("--store", default=None),
         ),
         smoke={"d_model": 64, "examples": 60, "tokens": 16},
-        quick={"d_model": 128, "layers": 4, "examples": 800, "tokens": 48, "rounds": 1},
+        quick={"d_model": 128, "layers": 4, "examples": 500, "tokens": 48, "rounds": 1},
     )
     text = RECIPE.format(
         d_model=given.d_model, layers=given.layers, heads=max(2, given.d_model // 64), hidden=3 * given.d_model,

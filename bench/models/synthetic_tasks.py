@@ -275,7 +275,7 @@ def main() -> None:
     a = parse(__doc__, arguments, smoke=smoke_settings() if smoke() else None)
     torch.set_num_threads(1)
     if a.quick:
-        a.seeds, a.steps, a.text_steps, a.kinds = 1, 200, 30, a.kinds or COMPARED
+        a.seeds, a.steps, a.text_steps, a.kinds = 1, 60, 20, a.kinds or COMPARED
         a.results = Path(tempfile.mkdtemp()) / "results.json"
     results = Results(a.results)
     if a.quick:  # the rates are those of the full search
@@ -290,7 +290,7 @@ def main() -> None:
             text(results, a.kinds or READERS, a)
         if a.task in ("longer", "all"):
             for name, (factor, kinds) in LONGER.items():
-                factor = a.times or factor
+                factor = a.times or (1.0 if a.quick else factor)
                 kinds = [k for k in kinds if not a.kinds or k in a.kinds]
                 text(results, kinds, a, factor) if name == "text" else synthetic(
                     results, name, kinds, a, factor

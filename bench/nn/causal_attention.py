@@ -1,6 +1,7 @@
 """Blocked causal attention against torch's fused attention, forward and backward, on this CPU with all threads.
 
 python bench/nn/causal_attention.py
+python bench/nn/causal_attention.py --quick     # in the dtype of training alone
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim, parse, sized
+from bench._run import claim, parse, sized, smoke
 from torch.nn import functional as F
 
 from whorl.machine.device_probe import probe
@@ -29,12 +30,13 @@ def milliseconds(attention, q, k, v, upstream) -> float:
 
 
 def main() -> None:
-    parse(__doc__)
+    a = parse(__doc__, quick={"quick": True})
     machine = probe()
     machine.apply()
+    dtypes = (machine.torch_dtype,) if a.quick and not smoke() else (torch.float32, torch.bfloat16)
     rows = []
     for batch, heads, length, d in ((8, 3, 256, 64), (8, 4, 512, 32), (16, 6, 256, 64)):
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in dtypes:
             q, k, v = (
                 torch.randn(batch, heads, length, d, dtype=dtype, requires_grad=True) for _ in range(3)
             )
@@ -56,7 +58,7 @@ def main() -> None:
     claim(
         "causal attention at the planned shape", ours=chosen["ours"], peer=chosen["torch"],
         unit="ms", ratio=ratio, bar=1.0, ok=ratio >= 1.0, samples=rows,
-        peer_name="torch fused kernel",
+        peer_name="torch fused kernel", quick=a.quick,
     )  # fmt: skip
 
 

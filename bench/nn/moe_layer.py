@@ -1,6 +1,7 @@
 """A mixture of experts, forward and backward, against the dense MLP of equal FLOPs and against `transformers`' block.
 
-    python bench/nn/moe_layer.py [--quick]
+    python bench/nn/moe_layer.py
+    python bench/nn/moe_layer.py --quick     # few rounds; no bf16 on a CPU that emulates it
 
 16 experts, top 2, width 256, hidden 512, 2,048 tokens. Contenders alternate in every round; figures are medians. There
 are two bars in fp32, the dtype of all weights. One is 1.3 x the time of a gated MLP of hidden width 2 x 512, at most.
@@ -21,7 +22,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from bench._run import claim, parse_quick, sized
+from bench._run import claim, emulates_bf16, parse_quick, sized, smoke
 from torch import nn
 
 from whorl.machine.device_probe import probe
@@ -95,7 +96,8 @@ def main() -> None:
                 probe_x = torch.randn(1, 64, WIDTH)
                 torch.testing.assert_close(module(probe_x), ours(probe_x), atol=1e-4, rtol=1e-3)
     rows, figures = [], {}
-    for dtype in (torch.float32, torch.bfloat16):
+    slow_bf16 = quick and not smoke() and emulates_bf16()
+    for dtype in (torch.float32, torch.bfloat16)[: 1 if slow_bf16 else 2]:
         # ours and the dense layer keep fp32 weights and cast; the peer's way to run in bf16 is to hold bf16 weights
         for name, module in contenders.items():
             if name.startswith("transformers"):

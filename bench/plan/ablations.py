@@ -1,7 +1,7 @@
 """Single changes of a quickstart's training settings, each against the defaults.
 
     python bench/plan/ablations.py --store .whorl [--steps 1800] [--seeds 1] [--only 'rows of 512']
-    python bench/plan/ablations.py --store .whorl --quick
+    python bench/plan/ablations.py --store .whorl --quick     # the variant that was the best of short runs
 
 The store must hold a quickstart, whose corpus is used. All variants train the planned shape for an equal number of
 tokens. The step time of each is the faster of two short timings, because a change that costs time must pay for it. Bits
@@ -81,7 +81,7 @@ def main() -> None:
     a = parse(__doc__, arguments, smoke=smoke)
     steps = a.steps or (30 if a.quick else 1800)
     if a.quick:
-        a.only = a.only or only[:2]
+        a.only = a.only or ["lr_ngram 0.1"]
     tokens = token_set(open_store(a.store), VOCABULARY, cache_folder(a.cache))
     split, machine = TokenSet(tokens).split("validation"), probe()
     base = {
@@ -104,7 +104,7 @@ def main() -> None:
                     SilentCallback(),
                     checkpoint_seconds=1e9,
                 )
-            bits = validation_bits(model, tokens, model.eval_window, every=8 if a.quick else 1)
+            bits = validation_bits(model, tokens, model.eval_window, every=16 if a.quick else 1)
             bits_by_variant.setdefault(name, []).append(bits)
             print(
                 f"{name:26} seed {seed}: {bits_by_variant[name][-1]:.4f}, {cost[name] * 1e3:.1f} ms a step",

@@ -59,7 +59,7 @@ def main() -> None:
             )  # fmt: skip
             with tempfile.TemporaryDirectory() as scratch:
                 model = pretrain(job, Path(scratch), SilentCallback(), checkpoint_seconds=1e9)
-            bits = validation_bits(model, tokens, 512, every=8 if a.quick else 1)
+            bits = validation_bits(model, tokens, 512, every=16 if a.quick else 1)
             found.setdefault(name, []).append(bits)
             print(f"{name:20} seed {seed}: {bits:.4f}", flush=True)
     means = {name: statistics.mean(values) for name, values in found.items()}

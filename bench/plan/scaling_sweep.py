@@ -66,7 +66,10 @@ class SilentCallback:
 
 
 def token_set(store: Store, vocabulary: int, cache: Path) -> Path:
-    """The quickstart corpus of `store`, encoded with a vocabulary of this size."""
+    """The quickstart corpus of `store`, encoded with a vocabulary of this size: the quickstart's own tokens, or new ones."""
+    own = store.open("quickstart/tokens").path
+    if TokenSet(own).vocab_size == vocabulary:
+        return own
     folder = cache / f"tokens-{vocabulary}-{store.open('quickstart/curate').address[:12]}"
     if not (folder / "done").exists():
         corpus = Corpus(store.open("quickstart/ingest").path, store.open("quickstart/curate").path)

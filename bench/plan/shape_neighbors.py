@@ -1,7 +1,7 @@
 """The planned shape against four neighbours at equal wall-clock time.
 
     python bench/plan/shape_neighbors.py --store .whorl            # 5 runs of the whole budget
-    python bench/plan/shape_neighbors.py --store .whorl --quick    # 5 runs of 6 s, not compiled
+    python bench/plan/shape_neighbors.py --store .whorl --quick    # 3 runs of 4 s, not compiled
 
 The store must hold a quickstart. The neighbours have half and double the vocabulary, and the next narrower and the next
 wider shape of the planner's ladder. All are timed first, as the planner times its choice, so that the machine is
@@ -19,7 +19,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim, parse, sized
+from bench._run import claim, parse, sized, smoke
 from bench.plan._tiny_store import cache_folder, open_store
 from bench.plan.scaling_sweep import run, token_set
 
@@ -37,7 +37,7 @@ def main() -> None:
         parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "whorl-sweep")
         parser.add_argument("--seconds", type=float, default=300.0)
 
-    a = parse(__doc__, arguments, smoke={"seconds": 1.0}, quick={"seconds": 6.0})
+    a = parse(__doc__, arguments, smoke={"seconds": 1.0}, quick={"seconds": 4.0})
     store, cache = open_store(a.store), cache_folder(a.cache)
     plan = json.loads(store.open("quickstart/plan").file("plan.json").read_text())
     job = Job.model_validate({**plan["job"], "tokens": "-"})
@@ -53,6 +53,8 @@ def main() -> None:
         "narrower": (*(smaller or [(width, depth)])[-1], vocabulary),
         "wider": (*larger, vocabulary),
     }
+    if a.quick and not smoke():  # the best neighbours of short runs
+        shapes = {name: shapes[name] for name in ("plan", "half the vocabulary", "narrower")}
     machine, steps, found = probe(), {}, {}
     for name, (w, d, v) in shapes.items():
         candidate = job.model_copy(update={"model": decoder_config(w, d, v), "dtype": machine.dtype})
@@ -71,7 +73,7 @@ def main() -> None:
             steps[name],
             replicas=job.replicas,
             compile=job.compile,
-            every=8 if a.quick else 1,
+            every=16 if a.quick else 1,
         )
         print(
             f"{name:22} {steps[name]:6,} steps, {found[name]['seconds']:5.0f} s, {found[name]['bits_per_byte']:.4f}",

@@ -64,11 +64,11 @@ def main() -> None:
             "--warm", action="store_true", help="report a second run with the same compile cache"
         )
         parser.add_argument(
-            "--quick", action="store_true", help="a budget of 20 s, whose figures have no bar"
+            "--quick", action="store_true", help="a budget of 10 s, whose figures have no bar"
         )
 
     given = parse(__doc__, arguments, smoke={"budget": "3e11flops"})
-    budget = "20s" if given.quick else given.budget
+    budget = "10s" if given.quick else given.budget
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for number in range(2 if given.warm else 1):

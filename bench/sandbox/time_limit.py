@@ -1,6 +1,7 @@
 """Seconds from submitting a hostile program to its result, under full load, with a limit of 2 s.
 
     python bench/sandbox/time_limit.py [--rounds 3]
+    python bench/sandbox/time_limit.py --quick      # one round
 
 Each core runs a busy process and a sandbox worker. Each batch holds programs that make folders,
 nested folders or files without end, sleep or loop; the next programs must find an empty folder. The
@@ -32,16 +33,14 @@ EMPTY = "import os\nassert os.listdir('.') == []"
 
 
 def main() -> None:
-    rounds = parse(
-        __doc__, lambda p: p.add_argument("--rounds", type=int, default=3), smoke={"rounds": 1}
-    ).rounds
+    a = parse(__doc__, lambda p: p.add_argument("--rounds", type=int, default=3), quick={"rounds": 1})
     cores = len(os.sched_getaffinity(0))
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
     longest = dict.fromkeys(PROGRAMS, 0.0)
     limits = ResourceLimits(wall_seconds=LIMIT, cpu_seconds=60, file_bytes=1 << 30)
     try:
         with Sandbox(limits, workers=cores) as sandbox:
-            for _ in range(rounds):
+            for _ in range(a.rounds):
                 for name, source in PROGRAMS.items():
                     test = "assert f() is None" if "test" in name else ""
                     results = sandbox.run_all([Program(source, test)] * cores + [Program(EMPTY)] * cores)
@@ -60,6 +59,7 @@ def main() -> None:
         f"longest run of a hostile program with a limit of {LIMIT:g} s, all cores busy",
         ours=worst, peer=LIMIT, unit="s", ratio=worst - LIMIT, bar=ALLOWED,
         ok=worst - LIMIT <= ALLOWED and restarts == 0, samples=list(longest.items()), peer_name="the limit",
+        quick=a.quick,
     )  # fmt: skip
 
 

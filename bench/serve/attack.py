@@ -1,5 +1,6 @@
 """The attack corpus against `whorl serve`, in waves of all kinds, while other clients work.
 
+    python bench/serve/attack.py --quick     # 18 seconds
     python bench/serve/attack.py [--seconds 3600] [--replicas 2] [--route] [--keys] [--browser] [--seed 0] [--scale 1]
 
 A small model of random weights is served on this machine. Each wave sends one attack of every kind (`_attacks.py`), 16 at
@@ -221,38 +222,38 @@ def report(seen: Observed, servers: Servers, args: Any) -> None:
     claim(
         "requests of the attack corpus with a bad answer", ours=len(counts.bad), peer=counts.tried, unit="requests",
         ratio=len(counts.bad), bar=0, ok=harmless, samples=samples, peer_name="requests tried",
-        variant=f"answers{options}",
+        variant=f"answers{options}", quick=args.quick,
     )  # fmt: skip
     claim(
         "longest delay of the server's event loop under attack", ours=delay, peer=own_delay, unit="s", ratio=delay,
         bar=MAX_DELAY, ok=delay <= MAX_DELAY, samples=samples, peer_name="of it, computed by the loop's thread",
-        variant=f"delay{options}",
+        variant=f"delay{options}", quick=args.quick,
     )  # fmt: skip
     claim(
         "memory of the server's processes after the attack", ours=after / 1e6, peer=before / 1e6, unit="MB",
         ratio=after / before, bar=1 + MAX_GROWTH, ok=after <= before * (1 + MAX_GROWTH), samples=servers.series(),
-        peer_name=f"after {WARM_WAVES} waves", variant=f"memory{options}",
+        peer_name=f"after {WARM_WAVES} waves", variant=f"memory{options}", quick=args.quick,
     )  # fmt: skip
     if seen.limit is not None:
-        report_keys(seen.limit, seen.revoked, options)
+        report_keys(seen.limit, seen.revoked, options, args.quick)
     if isinstance(seen.browser, Conversation):
         found = seen.browser
         claim(
             "messages of a page in a browser answered under attack", ours=found.answered, peer=found.sent,
             unit="messages", ratio=found.answered / max(1, found.sent), bar=1.0,
             ok=found.sent > 0 and found.answered == found.sent and not found.errors, samples=[asdict(found)],
-            peer_name="sent", variant=f"page{options}",
+            peer_name="sent", variant=f"page{options}", quick=args.quick,
         )  # fmt: skip
     elif args.browser:
         print(f"no conversation in a browser: {seen.browser}")
     claim(
         "speed of another client's stream under attack", ours=attacked, peer=alone, unit="tokens/s",
         ratio=attacked / alone, bar=MIN_SPEED, ok=attacked >= MIN_SPEED * alone, samples=samples,
-        peer_name="alone", variant=f"stream{options}",
+        peer_name="alone", variant=f"stream{options}", quick=args.quick,
     )  # fmt: skip
 
 
-def report_keys(limit: UsedLimit, revoked: list[float], options: str) -> None:
+def report_keys(limit: UsedLimit, revoked: list[float], options: str, quick: bool) -> None:
     exact = abs(limit.ratio - 1) <= MAX_OFF_LIMIT and not limit.no_retry_after
     sample = {
         "statuses": {str(k): n for k, n in sorted(limit.statuses.items())}, "no_retry_after": limit.no_retry_after,
@@ -262,14 +263,14 @@ def report_keys(limit: UsedLimit, revoked: list[float], options: str) -> None:
     claim(
         "requests accepted of a key that sends more than its limit, over all replicas", ours=limit.statuses[200],
         peer=limit.allowed, unit="requests", ratio=limit.ratio, bar=1 + MAX_OFF_LIMIT, ok=exact, samples=[sample],
-        peer_name="allowed", variant=f"limit{options}",
+        peer_name="allowed", variant=f"limit{options}", quick=quick,
     )  # fmt: skip
     longest = max(revoked, default=0.0)
     claim(
         "time until the stream of a revoked key ends under attack", ours=longest,
         peer=statistics.median(revoked or [0.0]), unit="s", ratio=longest, bar=MAX_REVOKED,
         ok=bool(revoked) and longest <= MAX_REVOKED, samples=[round(one, 3) for one in revoked[:60]],
-        peer_name="median", variant=f"revoked{options}",
+        peer_name="median", variant=f"revoked{options}", quick=quick,
     )  # fmt: skip
 
 
@@ -285,7 +286,7 @@ def main() -> None:
         parser.add_argument("--seed", type=int, default=0, help="of the first wave")
         parser.add_argument("--scale", type=float, default=1.0, help="of the largest bodies; 1 is 4 MB")
 
-    args = parse(__doc__, add, smoke={"seconds": 1.0, "scale": 0.02})
+    args = parse(__doc__, add, smoke={"seconds": 1.0, "scale": 0.02}, quick={"seconds": 18.0})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model")

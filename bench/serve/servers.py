@@ -281,17 +281,18 @@ def main() -> None:
         given.rates, given.seconds = "4,16", 5.0
     if given.draw:
         import matplotlib  # noqa: F401  (fails before the measurement, if it is not installed)
-    pythons = {"whorl": sys.executable} | interpreters(
-        given.peer, [name for name in NAMES if name in TITLES], THREADS
-    )
+    pythons = interpreters(given.peer, [name for name in NAMES if name in TITLES], THREADS)
     found: dict[str, list[Point]] = {}
     if given.results and given.results.exists():
         kept = json.loads(given.results.read_text())
         found = {name: [Point(**p) for p in points] for name, points in kept.items()}
     folder = Path(tempfile.mkdtemp())
     try:
-        write_model(folder)
-        for name, python in pythons.items():
+        if pythons or smoke():
+            write_model(folder)
+        for name, python in (pythons | {"whorl": sys.executable}).items():
+            if name == "whorl" and not (found or given.only or given.results or smoke()):
+                break  # no other server
             if not given.only or name in given.only.split(","):
                 rates = list(map(float, given.rates.split(",")))
                 if points := measure(name, python, folder, rates, given.seconds):

@@ -1,6 +1,7 @@
 """Encoding the standard library with one 8,192-token vocabulary: our batch encoder against Hugging Face's, on all cores.
 
     python bench/tokens/encode.py
+    python bench/tokens/encode.py --quick     # a fifth of the files
 
 The claim is against `encode_batch`. The script also times `encode_batch_fast`, which omits the offsets of tokens in the
 text, as our encoder does. Both sides must give the same ids for every file.
@@ -24,8 +25,8 @@ from whorl.tokens.tokenizer import Tokenizer
 def main() -> None:
     import tokenizers
 
-    parse(__doc__)
-    texts = library()
+    args = parse(__doc__, smoke={"every": 1}, quick={"every": 5})
+    texts = library()[:: args.every if args.quick else 1]
     size = sum(len(t.encode()) for t in texts)
     ours = Tokenizer.train(texts, sized(8192, 512))
     with tempfile.TemporaryDirectory() as folder:
@@ -57,6 +58,7 @@ def main() -> None:
         bar=4.0,
         ok=a / b >= 4.0,
         samples=list(speeds),
+        quick=args.quick,
     )
 
 

@@ -41,7 +41,7 @@ def main() -> None:
         parser.add_argument("--store", default=None)
         parser.add_argument("--steps", type=int, default=200)
 
-    a = parse(__doc__, arguments, smoke={"steps": 6}, quick={"steps": 40})
+    a = parse(__doc__, arguments, smoke={"steps": 6}, quick={"steps": 30})
     store = open_store(a.store)
     plan = json.loads(store.open("quickstart/plan").file("plan.json").read_text())
     job = Job.model_validate({**plan["job"], "tokens": str(store.open("quickstart/tokens").path)})

@@ -1,6 +1,7 @@
 """BPE training of an 8,192-token vocabulary on the standard library, against Hugging Face `tokenizers`, both on all cores.
 
-python bench/tokens/train_bpe.py
+python bench/tokens/train_bpe.py [--rounds 3]
+python bench/tokens/train_bpe.py --quick     # one round
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def peer_tokenizer() -> object:
 def main() -> None:
     from tokenizers import pre_tokenizers, trainers
 
-    parse(__doc__)
+    a = parse(__doc__, lambda p: p.add_argument("--rounds", type=int, default=3), quick={"rounds": 1})
     texts = library()
     size = sum(len(t.encode()) for t in texts)
     ours, peer = [], []
-    for _ in range(sized(3, 1)):
+    for _ in range(a.rounds):
         began = time.perf_counter()
         Tokenizer.train(texts, VOCABULARY)
         ours.append(time.perf_counter() - began)
@@ -73,7 +74,7 @@ def main() -> None:
     claim(
         "BPE training of 8,192 tokens on the standard library", ours=statistics.median(ours),
         peer=statistics.median(peer), peer_name="Hugging Face tokenizers", unit="s", ratio=ratio, bar=0.33,
-        ok=ratio >= 1 / 3, samples=[ours, peer],
+        ok=ratio >= 1 / 3, samples=[ours, peer], quick=a.quick,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """A run that is killed fifty times at random moments ends with the weights of an undisturbed run.
 
-    python bench/train/chaos.py [--quick] [--kills N] [--seconds BETWEEN_CHECKPOINTS]
+    python bench/train/chaos.py --quick          # two kills
+    python bench/train/chaos.py [--kills N] [--seconds BETWEEN_CHECKPOINTS]
 
 Two replicas train a small language model, with a loader process each, and checkpoint all state. Each life of the run
 ends by SIGKILL at a random moment; a fifth of the kills hit start-up or restore. The victim is the trainer, its whole
@@ -122,19 +123,18 @@ def newest(folder: Path) -> int:
 
 def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--quick", action="store_true")
-        parser.add_argument("--kills", type=int)
+        parser.add_argument("--kills", type=int, default=50)
         parser.add_argument("--steps", type=int)
         parser.add_argument("--seconds", type=float, default=0.8)
         parser.add_argument("--seed", type=int, default=0)
         parser.add_argument("--life", nargs=4, help=argparse.SUPPRESS)
 
-    a = parse(__doc__, arguments, smoke={"quick": True, "kills": 1, "steps": 40, "seconds": 0.3})
+    smoke_sizes = {"kills": 1, "steps": 40, "seconds": 0.3}
+    a = parse(__doc__, arguments, smoke=smoke_sizes, quick={"kills": 2})
     if a.life:
         return life(Path(a.life[0]), Path(a.life[1]), int(a.life[2]), float(a.life[3]))
     from tests.support.train.tiny import make_tokens
 
-    a.kills = a.kills or (5 if a.quick else 50)
     a.steps = a.steps or a.kills * 150
     top = Path(tempfile.mkdtemp())
     try:

@@ -1,6 +1,7 @@
 """One stable run with decay branches against a separate run for every budget: bits per byte, and steps in all.
 
-    python bench/train/decay_branches.py [--quick] [--steps 2400] [--seeds 3] [--decay 0.5] [--work FOLDER]
+    python bench/train/decay_branches.py --quick      # a smaller model, fewer files, 160 steps, one seed
+    python bench/train/decay_branches.py [--steps 2400] [--seeds 3] [--decay 0.5] [--work FOLDER]
 
 A small decoder trains on the interpreter's standard library in float32. The figures are of quality, not of speed. Ours
 is a run of all the steps that saves its state, with branches for an eighth, a quarter and half of the steps
@@ -54,6 +55,8 @@ vocab_size = 1024
 parents = ["ingest", "curate", "tokenizer"]
 """
 
+FEW_FILES = 'include = ["[a-e]*.py"]\n'  # with --quick
+
 
 def train(job: Job, folder: Path, **more: Any) -> LanguageModel:
     return pretrain(job, folder, SilentCallback(), checkpoint_seconds=1e9, **more)
@@ -75,7 +78,8 @@ def main() -> None:
             folder = open_store(None).open("quickstart/tokens").path
         else:
             store = Store(a.work or Path(scratch) / "store")
-            made = run_recipe(parse_recipe(RECIPE, "branches.toml"), store, Progress.silent())
+            text = RECIPE.replace("[steps.curate]", FEW_FILES + "[steps.curate]") if a.quick else RECIPE
+            made = run_recipe(parse_recipe(text, "branches.toml"), store, Progress.silent())
             folder = made.artifacts["tokens"].path
         model = whorl_decoder(
             vocab_size=TokenSet(folder).vocab_size, d_model=64 if small else 128, n_layers=2 if small else 3, n_heads=2,

@@ -138,7 +138,7 @@ def main() -> None:
         parser.add_argument("--shape", default="3x192/1024/8x256")
         parser.add_argument("--seconds", type=float, default=4.0)
         parser.add_argument("--rounds", type=int, default=ROUNDS)
-        parser.add_argument("--quick", action="store_true", help="compiled peers only, one round")
+        parser.add_argument("--quick", action="store_true", help="compiled peers only, one short round")
 
     a = parse(__doc__, arguments, smoke={"shape": "1x64/512/2x64", "seconds": 0.02, "rounds": 1})
     keep_freed_memory()  # as in our replicas; the peers and the products gain 3 to 20 % by it (LOG.md)
@@ -154,21 +154,19 @@ def main() -> None:
         tokens="", model=model, seq_len=length, batch_size=rows, steps=1, dtype=machine.dtype, compile=not smoke(),
         device=machine.device, replicas=sized(machine.cores, 1) if machine.device == "cpu" else 1,
     )  # fmt: skip
-    peers = {}
+    peers, best = {}, {}
     if a.quick:
-        a.seconds, a.rounds = min(a.seconds, 2.0), 1
+        a.seconds, a.rounds = min(a.seconds, 1.5), 1
     kinds = KINDS[:1] if emulates_bf16() else [k for k in KINDS if not a.quick or k != "fp32"] or KINDS
-    for kind in kinds:
-        for compiled in sized((True,) if a.quick else (False, True), (False,)):
-            for who, peer in (("Llama", llama), ("plain GPT", plain)):
-                name = f"{who}, {Setting(kind, compiled)}"
-                with here:
-                    peers[name] = tokens / peer(model, rows, length, kind, compiled, a.seconds)
-                print(f"{name}: {peers[name]:,.0f} tokens/s", flush=True)
-    best = {
-        who: max((n for n in peers if n.startswith(who)), key=lambda n: peers[n])
-        for who in ("Llama", "plain GPT")
-    }
+    ways = sized((True,) if a.quick else (False, True), (False,))
+    settings = [str(Setting(kind, compiled)) for kind in kinds for compiled in ways]
+    for who, peer in (("Llama", llama), ("plain GPT", plain)):
+        for setting in settings if len(settings) > 1 else ():
+            name, (kind, how) = f"{who}, {setting}", setting.split(", ")
+            with here:
+                peers[name] = tokens / peer(model, rows, length, kind, how == "compiled", a.seconds)
+            print(f"{name}: {peers[name]:,.0f} tokens/s", flush=True)
+        best[who] = max((f"{who}, {setting}" for setting in settings), key=lambda n: peers.get(n, 0.0))
     rounds = []  # the machine's speed drifts: all are timed in turn, and the median ratio counts
     for _ in range(a.rounds):
         one = {}

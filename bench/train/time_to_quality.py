@@ -1,7 +1,7 @@
 """Time to quality: the bits per byte that a plain GPT reaches in ten minutes, reached in a third of the time.
 
     python bench/train/time_to_quality.py --store .whorl             # after `make quickstart`; about twenty minutes
-    python bench/train/time_to_quality.py --store .whorl --quick
+    python bench/train/time_to_quality.py --store .whorl --quick     # 20 s of the peer, which is not compiled
 
 The corpus is the quickstart's. The peer (`_plain_gpt.py`) is tuned as a careful user would tune it. It gets the width
 and depth that the planner would choose for its ten minutes, and the fastest of fp32 and autocast, eager and compiled
@@ -22,18 +22,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench._run import claim, parse, sized, smoke
+from bench._run import claim, emulates_bf16, parse, sized, smoke
 from bench.plan._tiny_store import cache_folder, open_store
-from bench.plan.scaling_sweep import SilentCallback, token_set
+from bench.plan.scaling_sweep import SilentCallback, token_set, validation_bits
 from bench.train._plain_gpt import KINDS, PlainGPT, Setting, Training, heads_of, seconds_per_step, train_for
 
-from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
 from whorl.plan.config import PlanConfig
 from whorl.plan.planner import make_plan
@@ -43,20 +41,18 @@ from whorl.train.job import Job
 from whorl.train.lm.pretrain import pretrain
 
 RATES = sized((1e-3, 2e-3, 4e-3), (1e-3,))
+EVERY = 8  # with --quick
 VOCABULARIES = sized((1024, 4096), (512,))  # without n-gram embeddings a larger vocabulary is better
 
 
-def measured(model: Any, tokens: Path, length: int) -> float:
-    """Bits per byte on the validation split."""
-    split = TokenSet(tokens).split("validation")
-    return bits_per_byte(sum(document_nats(model, split.iter_documents(), length)), split.n_bytes)
-
-
 class Peer:
-    """The plain GPT over one token set. compiled: whether its steps may be compiled; the fastest setting runs."""
+    """The plain GPT over one token set.
 
-    def __init__(self, job: Job, tokens: Path, setting: Setting | None, compiled: tuple[bool, ...]) -> None:
-        self.job, self.tokens, self.compiled = job, tokens, compiled
+    quick: its steps are not compiled; it is scored on each `EVERY`-th document. Otherwise the fastest setting runs.
+    """
+
+    def __init__(self, job: Job, tokens: Path, setting: Setting | None, quick: bool) -> None:
+        self.job, self.tokens, self.quick = job, tokens, quick
         split = TokenSet(tokens).split("train")
         self.stream = np.concatenate([np.asarray(ids) for ids in split.iter_documents()])
         self.setting, self.step_seconds = (setting, 0.1) if setting is not None else self._fastest()
@@ -70,8 +66,9 @@ class Peer:
 
     def _fastest(self) -> tuple[Setting, float]:
         found = {}
-        for kind in KINDS[: sized(2, 1)]:  # pure bf16 trains worse: it loses updates below 1/256 of a weight
-            for compiled in self.compiled:
+        slow = self.quick and emulates_bf16()
+        for kind in KINDS[: 1 if slow else sized(2, 1)]:  # pure bf16 loses updates below 1/256 of a weight
+            for compiled in (False,) if self.quick else (False, True):
                 setting = Setting(kind, compiled)
                 found[setting] = seconds_per_step(
                     self._training(setting),
@@ -91,10 +88,11 @@ class Peer:
             training, self.stream, self.job.batch_size, self.job.seq_len, seconds, self.step_seconds, seed
         )
         spent = time.perf_counter() - began
-        training.model.eval()
         return {
             "rate": rate, "seconds": round(spent, 1), "steps": steps,
-            "bits_per_byte": measured(training.model, self.tokens, self.job.seq_len),
+            "bits_per_byte": validation_bits(
+                training.model, self.tokens, self.job.seq_len, EVERY if self.quick else 1
+            ),
         }  # fmt: skip
 
 
@@ -103,7 +101,7 @@ def main() -> None:
         parser.add_argument("--store", default=None)
         parser.add_argument("--seconds", type=float, default=600.0, help="of the peer")
 
-    a = parse(__doc__, arguments, smoke={"seconds": 1.0}, quick={"seconds": 30.0})
+    a = parse(__doc__, arguments, smoke={"seconds": 1.0}, quick={"seconds": 20.0})
     vocabularies, rates = (VOCABULARIES[:1], RATES[1:2] or RATES) if a.quick else (VOCABULARIES, RATES)
     machine = probe()
     machine.apply()
@@ -131,8 +129,7 @@ def main() -> None:
     for vocabulary in vocabularies:
         shape = job.model.model_copy(update={"vocab_size": vocabulary})
         tokens = token_set(store, vocabulary, cache)
-        compiled = (False,) if a.quick else (False, True)
-        peers[vocabulary] = Peer(job.model_copy(update={"model": shape}), tokens, setting, compiled)
+        peers[vocabulary] = Peer(job.model_copy(update={"model": shape}), tokens, setting, a.quick)
         setting = peers[vocabulary].setting
     trials = []
     for vocabulary, peer in peers.items():
@@ -151,9 +148,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = pretrain(ours, Path(scratch), SilentCallback())
     spent = time.perf_counter() - began
-    model.eval()
-    reached = measured(model, tokens, 2 * ours.seq_len)
-    same = measured(model, tokens, ours.seq_len)
+    reached, same = (
+        validation_bits(model, tokens, windows * ours.seq_len, EVERY if a.quick else 1) for windows in (2, 1)
+    )
     print(
         f"ours: {ours.model.n_layers} x {ours.model.d_model}, {ours.steps} steps in {spent:.0f} s: {same:.4f} bits per "
         f"byte in windows of {ours.seq_len}, {reached:.4f} in windows of {2 * ours.seq_len}",

@@ -31,11 +31,11 @@ SMALL = [
     "captioner.steps=3",
 ]
 QUICK = [
-    "images.train_scenes=2000",
+    "images.train_scenes=1600",
     "images.test_scenes=200",
-    "clip.steps=200",
-    "sft.data.epochs=4",
-    "captioner.steps=100",
+    "clip.steps=150",
+    "sft.data.epochs=3",
+    "captioner.steps=70",
 ]
 # (step, its figure) -> (name, bar)
 BARS = {
@@ -51,7 +51,7 @@ def main() -> None:
         __doc__,
         lambda p: (
             p.add_argument("--seeds", type=int, default=3),
-            p.add_argument("--quick", action="store_true", help="one seed, a seventh of the steps"),
+            p.add_argument("--quick", action="store_true", help="one seed, few steps"),
         ),
         smoke={"seeds": 1},
     )

@@ -98,8 +98,8 @@ def select(
     return Corpus(documents, selection)
 
 
-def corpora(pages: Path, texts: Path | None, scratch: Path) -> dict[str, Corpus]:
-    """Return every form of the pages below a folder. texts: JSONL of trafilatura."""
+def corpora(pages: Path, texts: Path | None, scratch: Path, quick: bool) -> dict[str, Corpus]:
+    """Return every form of the pages below a folder; without `crawl` if `quick`. texts: JSONL of trafilatura."""
     recipe = load_recipe("curate-web")
     keep = {"query": KEEP_ALL, "near_duplicates": "keep"}
     settings = recipe.steps["curate"].config
@@ -110,8 +110,9 @@ def corpora(pages: Path, texts: Path | None, scratch: Path) -> dict[str, Corpus]
         "visible": select([pages], scratch / "visible", formats={".html": "html_all"}, settings=keep),
         "main": select([pages], scratch / "main", formats={".html": "html"}, settings=keep),
         "curated": select([pages], scratch / "curated", formats={".html": "html"}, settings=curated),
-        "crawl": select([pages], scratch / "crawl", formats={".html": "html"}, settings=crawl),
     }
+    if not quick:
+        found["crawl"] = select([pages], scratch / "crawl", formats={".html": "html"}, settings=crawl)
     if texts is not None:
         found["trafilatura"] = select([texts], scratch / "trafilatura", formats={}, settings=keep)
     return found
@@ -125,15 +126,17 @@ def main() -> None:
             parser.add_argument("--peer", help="interpreter with trafilatura"),
             parser.add_argument("--seeds", type=int, default=5),
             parser.add_argument("--steps", type=int, default=120),
-            parser.add_argument("--quick", action="store_true", help="two seeds and a third of the steps"),
+            parser.add_argument(
+                "--quick", action="store_true", help="one seed, a sixth of the steps, one manual"
+            ),
         ),
         smoke={"seeds": 1, "steps": 4},
     )
     if args.quick:
-        args.seeds, args.steps = 2, args.steps // 3
+        args.seeds, args.steps = 1, args.steps // 6
     with tempfile.TemporaryDirectory() as place:
         scratch = Path(place)
-        pages = pages_with_sources(unpacked(args.docs, MANUALS, scratch))
+        pages = pages_with_sources(unpacked(args.docs, MANUALS[: 1 if args.quick else 2], scratch))
         pages = dict(sorted(pages.items(), key=lambda pair: digest(pair[0].name))[:PAGES])
         folder = scratch / "pages"
         folder.mkdir()
@@ -155,8 +158,9 @@ def main() -> None:
                 held_out.append(tokenizer.encode_document(text))
                 n_bytes += len(text.encode())
         sizes = {}
-        for name, corpus in corpora(folder, texts, scratch / "corpora").items():
-            some = (first_bytes(corpus.documents(split), READ_BYTES) for split in ("train", "validation"))
+        for name, corpus in corpora(folder, texts, scratch / "corpora", args.quick).items():
+            limit = READ_BYTES // 6 if args.quick else READ_BYTES
+            some = (first_bytes(corpus.documents(split), limit) for split in ("train", "validation"))
             split = write_tokens(tokenizer, scratch / f"tokens-{name}", *some).split("train")
             sizes[name] = {"bytes": split.n_bytes, "tokens": len(split)}
         print(

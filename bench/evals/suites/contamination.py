@@ -1,6 +1,7 @@
 """Planted contamination: all planted items are found by lineage, and the clean score is that of a model without them.
 
     python bench/evals/suites/contamination.py --save
+    python bench/evals/suites/contamination.py --quick     # two seeds, an eighth of the steps, half of the items
 
 Two models of 0.3 M parameters are trained on the same lines of the probes, in the same order. The training text of one also
 has 50 items of the task between other lines, each REPEATS times; that of the other has lines of no item in their places.
@@ -60,15 +61,15 @@ def main() -> int:
     """Print both tables and the JSON lines."""
     args = parse(
         __doc__,
-        lambda p: p.add_argument("--quick", action="store_true", help="two seeds, a quarter of the steps"),
+        lambda p: p.add_argument("--quick", action="store_true", help="two seeds, an eighth of the steps"),
     )
-    steps = sized(STEPS // 4 if args.quick else STEPS, 10)
-    task = probe_task("sorting", items=ITEMS, shots=0, levels=LEVELS)
+    steps, items = sized((STEPS // 8, ITEMS // 2) if args.quick else (STEPS, ITEMS), (10, ITEMS))
+    task = probe_task("sorting", items=items, shots=0, levels=LEVELS)
     lines = training_lines(
         sized(steps * BATCH * SEQ_LEN // TOKENS_PER_LINE, 300), probes=["sorting", "copying"]
     )
     tokenizer = Tokenizer.train(lines[:3000], VOCAB)
-    planted = task.items[:: ITEMS // PLANTED][:PLANTED]
+    planted = task.items[:: items // PLANTED][:PLANTED]
     every = max(1, len(lines) // (PLANTED * REPEATS))
     texts = {"without": list(lines), "planted": list(lines)}
     for number in range(PLANTED * REPEATS):  # a line in the middle of a document with other lines

@@ -1,7 +1,7 @@
 """The suite `probes` separates model sizes: 0.3, 1 and 3 M parameters, five seeds each.
 
     python bench/evals/suites/probes.py --save          15 minutes of two Zen 5 cores
-    python bench/evals/suites/probes.py --quick         two seeds, a twentieth of the steps, fewer items
+    python bench/evals/suites/probes.py --quick         two seeds, 10 steps, fewer items: only checks that it runs
 
 A model sees tokens in proportion to its parameters, about 1.2 for each. Suites that compare sizes do so at a fixed ratio
 (Magnusson et al. 2025, DataDecide, arXiv:2504.11393). So a difference is of size and training together. In equal steps these
@@ -95,9 +95,7 @@ def main() -> int:
     args = parse(
         __doc__,
         lambda p: (
-            p.add_argument(
-                "--quick", action="store_true", help="two seeds, a twentieth of the steps, fewer items"
-            ),
+            p.add_argument("--quick", action="store_true", help="two seeds, 10 steps, fewer items"),
             p.add_argument("--steps", type=int, default=1800, help="of 3 M"),
             p.add_argument("--seeds", type=int, default=5),
         ),
@@ -105,7 +103,7 @@ def main() -> int:
     )
     steps, seeds = args.steps, args.seeds
     if args.quick and not smoke():
-        steps, seeds = steps // 20, 2
+        steps, seeds = 10, 2
     items = 20 if smoke() else ITEMS // 5 if args.quick else ITEMS
     scores, tasks = train_all(steps, seeds, items), probe_tasks(items=items, shots=0)
     apart = []

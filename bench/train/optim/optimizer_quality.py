@@ -217,6 +217,8 @@ def missing_runs(results: Results, a: argparse.Namespace) -> list[tuple[Any, ...
             rates = [r for r in (top / 2, top, top * 2) if r not in tuned]
             if not rates or a.quick:
                 more = {"steps": a.steps, "seconds": max(1, round(a.steps / results.seconds[kind]))}
+                if a.quick and not smoke():
+                    del more["steps"]  # no claim
                 jobs += [
                     (kind, top, seed, steps, how)
                     for how, steps in more.items()
@@ -263,7 +265,7 @@ def main() -> None:
     began = time.monotonic()
     results, dtype = Results(None if a.quick else a.results), probe().dtype
     if not results.seconds:
-        results.seconds = relative_seconds(a.text, dtype, sized(2, 1) if a.quick else 9)
+        results.seconds = relative_seconds(a.text, dtype, 1 if a.quick else 9)
         results.write()
     with multiprocessing.get_context("spawn").Pool(a.workers) as pool:
         while (jobs := missing_runs(results, a)) and time.monotonic() - began < a.seconds:
