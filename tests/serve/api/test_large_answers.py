@@ -43,7 +43,7 @@ def test_pieces_are_the_whole_json(value: Any) -> None:
 
 def loop_hold(server: Running, path: str, body: dict[str, Any], status: int = 200) -> float:
     """Return for how long the event loop computed at most while the server answered."""
-    server.in_loop(server.api.watchdog.reset)
+    server.reset_watchdog()
     answer = server.post(
         path, content=orjson.dumps(body), headers={"content-type": "application/json"}, timeout=120
     )

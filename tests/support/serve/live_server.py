@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -112,6 +113,15 @@ class Running:
     def ask(self, function: Any) -> Any:
         """Run `function(engine)` between two steps."""
         return self.wait(self.api.worker.call(function))
+
+    def reset_watchdog(self) -> None:
+        """Count holds of the event loop from now on, without collections of all objects of the test suite.
+
+        A server exempts what it has loaded from the garbage collector, too (`prepare_server_process`).
+        """
+        gc.collect()
+        gc.freeze()
+        self.in_loop(self.api.watchdog.reset)
 
     def in_loop(self, function: Any) -> Any:
         """Run `function()` in the server's event loop."""
