@@ -14,8 +14,8 @@
 // In packed rows a query sees no key before the start of its document. Starts never fall along a row, so the blocks that a
 // query or a key needs are adjacent, and the others are left out.
 //
-// Positions of a head are far apart in memory, and the rows of a batch are larger than the second cache. So they are prefetched.
-// Heads of USUAL_D features have code of their own (`Sizes`). The two took 15 to 30 % off a pass on Zen 4.
+// The positions of a head are not adjacent in memory, and a batch is larger than the second-level cache. So they are prefetched.
+// Heads of USUAL_D features have loops of constant length (`Sizes`). Both together save 15 to 33 % of the time on Zen 4.
 #include "operands.h"
 
 #include <cmath>
