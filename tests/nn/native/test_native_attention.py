@@ -38,6 +38,7 @@ def relative_error(found: torch.Tensor, want: torch.Tensor) -> float:
         ((1, 2, 77, 32), []),
         ((1, 1, 170, 96), []),
         ((1, 2, 5, 64), []),
+        ((2, 1, 200, 64), [30, 150, 20]),
         ((2, 1, 64, 32), [32]),  # at a border of blocks
         ((2, 2, 333, 32), [1, 1, 40, 95, 160, 3, 30]),  # longer than a group of blocks, and a padded end
     ],
@@ -122,6 +123,7 @@ def test_native_attention_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     ("batch", "length", "d", "documents", "threads"),
     [
         (2, 64, 64, [], 1),
+        (2, 200, 64, [30, 150, 20], 1),
         (1, 77, 32, [], 2),
         (2, 333, 32, [1, 1, 40, 95, 160, 3, 33], 2),
         (1, 40, 96, [32, 8], 1),
