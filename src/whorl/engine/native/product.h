@@ -63,7 +63,7 @@ inline void finish(const Matrix& w, int64_t block, const float* tile, int64_t ro
     }
 }
 
-template <int M>
+template <int M, bool FAR>
 void tile_of(const Matrix& w, int64_t block, const Rows& x, int64_t row, Ahead ahead, float* out) {
     const char* data = (const char*)w.data + block * block_bytes(w);
     const int64_t scale = block * groups(w) * BLOCK;
@@ -71,18 +71,19 @@ void tile_of(const Matrix& w, int64_t block, const Rows& x, int64_t row, Ahead a
     for (int p = 0; p < PANELS; p += SPAN, ahead.at += 64 * SPAN) {
         const int64_t at = scale + p * WIDTH;
         if (w.kind == FLOAT32)
-            tile_float32<M, SPAN>(w, data + 4 * p * WIDTH, x, row, ahead, out + p * WIDTH);
+            tile_float32<M, SPAN, FAR>(w, data + 4 * p * WIDTH, x, row, ahead, out + p * WIDTH);
         else if (w.kind == BFLOAT16)
-            tile_bfloat16<M, SPAN>(w, data + 4 * p * WIDTH, x, row, ahead, out + p * WIDTH);
+            tile_bfloat16<M, SPAN, FAR>(w, data + 4 * p * WIDTH, x, row, ahead, out + p * WIDTH);
         else if (w.kind == INT8)
-            tile_integer<M, SPAN, false>(w, data + 4 * p * WIDTH, at, x, row, ahead, out + p * WIDTH);
+            tile_integer<M, SPAN, FAR, false>(w, data + 4 * p * WIDTH, at, x, row, ahead, out + p * WIDTH);
         else
-            tile_integer<M, SPAN, true>(w, data + 4 * p * WIDTH, at, x, row, ahead, out + p * WIDTH);
+            tile_integer<M, SPAN, FAR, true>(w, data + 4 * p * WIDTH, at, x, row, ahead, out + p * WIDTH);
     }
 }
 
 using TileOf = void (*)(const Matrix&, int64_t, const Rows&, int64_t, Ahead, float*);
-static const TileOf tiles[] = {tile_of<1>, tile_of<2>, tile_of<3>, tile_of<4>, tile_of<5>, tile_of<6>};
+template <bool FAR>
+static const TileOf tiles[] = {tile_of<1, FAR>, tile_of<2, FAR>, tile_of<3, FAR>, tile_of<4, FAR>, tile_of<5, FAR>, tile_of<6, FAR>};
 
 // Memory that only grows, on large pages if the system provides them.
 struct Room {
@@ -114,15 +115,15 @@ inline void part_by_tiles(const Matrix& w, int64_t block, const Rows& x, int64_t
 }
 
 constexpr int64_t NEAR_BYTES = 4096;  // of prefetches in the same block
-constexpr int64_t FETCHING_TILES = 6;
+constexpr int64_t FETCHING_TILES = 4;  // more would request each line several times
 
 // The tiles of a block prefetch the next block, a slice each. A `cold` block has not been prefetched.
 INLINE Ahead ahead_of(const Matrix& w, int64_t block, int64_t tile, int64_t n_tiles, bool cold) {
     const char* data = (const char*)w.data + block * block_bytes(w);
-    if (n_tiles == 1 || (cold && tile == 0)) return {data + NEAR_BYTES, 4 * BLOCK};
+    if (n_tiles == 1 || (cold && tile == 0)) return {data + NEAR_BYTES, 4 * BLOCK, false};
     const int64_t left = n_tiles - cold, slices = left < FETCHING_TILES ? left : FETCHING_TILES, slice = tile - cold;
-    if (slice >= slices) return {data, 0};
-    return {data + block_bytes(w) + slice * (block_bytes(w) / slices), 4 * BLOCK / slices};
+    if (slice >= slices) return {data, 0, true};
+    return {data + block_bytes(w) + slice * (block_bytes(w) / slices), 4 * BLOCK / slices, true};
 }
 
 inline void part_by_vectors(const Matrix& w, int64_t block, const Rows& x, int64_t first, int64_t end, const Target& to) {
@@ -132,7 +133,8 @@ inline void part_by_vectors(const Matrix& w, int64_t block, const Rows& x, int64
     for (int64_t t = 0; t < n_tiles; t++) {
         const int64_t row = m * t / n_tiles;
         const int rows = int(m * (t + 1) / n_tiles - row);
-        tiles[rows - 1](w, block, x, first + row, ahead_of(w, block, t, n_tiles, cold), tile);
+        const Ahead ahead = ahead_of(w, block, t, n_tiles, cold);
+        (ahead.of_next ? tiles<true> : tiles<false>)[rows - 1](w, block, x, first + row, ahead, tile);
         finish(w, block, tile, first + row, rows, to);
     }
 }

@@ -137,16 +137,18 @@ INLINE void clear(Lanes (&acc)[M][P]) {
 struct Ahead {
     const char* at;
     int64_t step;
+    bool of_next;  // of the next block
 
-    template <int LINES>
+    // The next block is larger than the first-level cache, which can wait for few lines at a time. So FAR goes to the second.
+    template <int LINES, bool FAR>
     INLINE void next() {
-        UNROLL for (int line = 0; line < LINES; line++) __builtin_prefetch(at + 64 * line);
+        UNROLL for (int line = 0; line < LINES; line++) __builtin_prefetch(at + 64 * line, 0, FAR ? 2 : 3);
         at += step;
     }
 };
 
 // M rows by P panels of a block -> out[M][64].
-template <int M, int P>
+template <int M, int P, bool FAR>
 INLINE void tile_float32(const Matrix& w, const char* block, const Rows& x, int64_t row, Ahead ahead, float* out) {
     const float* weights = (const float*)block;
     const float* rows[M];
@@ -154,7 +156,7 @@ INLINE void tile_float32(const Matrix& w, const char* block, const Rows& x, int6
     Lanes acc[M][P];
     clear(acc);
     for (int64_t k = 0; k < padded(w); k++, weights += BLOCK) {
-        ahead.next<P>();
+        ahead.next<P, FAR>();
         Lanes wide[P];
         UNROLL for (int p = 0; p < P; p++) {
             wide[p] = load_lanes(weights + p * WIDTH);
@@ -167,7 +169,7 @@ INLINE void tile_float32(const Matrix& w, const char* block, const Rows& x, int6
         UNROLL for (int p = 0; p < P; p++) store(out + m * BLOCK + p * WIDTH, acc[m][p]);
 }
 
-template <int M, int P>
+template <int M, int P, bool FAR>
 INLINE void tile_bfloat16(const Matrix& w, const char* block, const Rows& x, int64_t row, Ahead ahead, float* out) {
     const char* weights = block;
     const BfActivation* rows[M];
@@ -175,7 +177,7 @@ INLINE void tile_bfloat16(const Matrix& w, const char* block, const Rows& x, int
     Lanes acc[M][P];
     clear(acc);
     for (int64_t k = 0; k < padded(w); k += 2, weights += 4 * BLOCK) {
-        ahead.next<P>();
+        ahead.next<P, FAR>();
         Bits pairs[P];
         UNROLL for (int p = 0; p < P; p++) pairs[p] = load<Bits>(weights + 64 * p);
         UNROLL for (int m = 0; m < M; m++) {
@@ -198,7 +200,7 @@ INLINE void tile_bfloat16(const Matrix& w, const char* block, const Rows& x, int
 }
 
 // at: of this block's first scale, in the first panel.
-template <int M, int P, bool HALF>
+template <int M, int P, bool FAR, bool HALF>
 INLINE void tile_integer(const Matrix& w, const char* block, int64_t at, const Rows& x, int64_t row, Ahead ahead, float* out) {
     const int64_t n_groups = groups(w);
     const char* weights = block;
@@ -215,7 +217,7 @@ INLINE void tile_integer(const Matrix& w, const char* block, int64_t at, const R
                                       : Ints{};
         const int64_t first = g * w.group, half = w.group / 2;
         for (int64_t k = 0; k < (HALF ? half : int64_t(w.group)); k += 4, weights += 4 * BLOCK) {
-            ahead.next<P>();
+            ahead.next<P, FAR>();
             Ints bytes[P];
             UNROLL for (int p = 0; p < P; p++) bytes[p] = load<Ints>(weights + 64 * p);
             UNROLL for (int m = 0; m < M; m++) {
