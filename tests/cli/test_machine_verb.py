@@ -77,6 +77,7 @@ def test_machine_json_of_a_model_and_of_a_plan(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (("machine", "3x30/128"), "a width that 32 divides"),
+        (("machine", "2y64/128"), "layers x width / vocabulary"),
         (("machine", "2x64/128", "--batch", "8"), "rows x tokens"),
         (("machine", "2x64/128", "--step", "sampling"), "training, decoding, both"),
         (("machine", "2x64/128/4x32", "--replicas", 3), "a divisor of the 4 rows"),

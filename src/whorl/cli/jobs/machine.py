@@ -133,9 +133,14 @@ def find_shape(given: str | None, store: Store) -> tuple[TransformerConfig, str,
         return decoder_config(width, layers, vocabulary), f"{given}", (batch[0], batch[1]) if batch else sizes
     try:
         artifact = store.open(given or PLAN)
-    except StoreError:
+    except StoreError as error:
         if given is None:
             return find_shape(DEFAULT_SHAPE, store)
+        if given[:1].isdigit():
+            raise ConfigError(
+                f"{given} is neither a shape nor an artifact of the store",
+                expected="layers x width / vocabulary, and rows x tokens if you want: 6x384/8192 or 6x384/8192/16x256",
+            ) from error
         raise
     if artifact.kind == "plan":
         job = TrainingPlan.model_validate_json(artifact.file("plan.json").read_bytes()).job

@@ -115,7 +115,7 @@ inline void part_by_tiles(const Matrix& w, int64_t block, const Rows& x, int64_t
 }
 
 constexpr int64_t NEAR_BYTES = 4096;  // of prefetches in the same block
-constexpr int64_t FETCHING_TILES = 4;  // more would request each line several times
+constexpr int64_t FETCHING_TILES = 4;  // at most; each line is requested once for each of them
 
 // The tiles of a block prefetch the next block, a slice each. A `cold` block has not been prefetched.
 INLINE Ahead ahead_of(const Matrix& w, int64_t block, int64_t tile, int64_t n_tiles, bool cold) {
