@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from whorl.api import Embedder, Model, load, run, train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # pyproject.toml and `whorl --version` read it here
 __all__ = ["Embedder", "Model", "load", "run", "train"]
 
 

@@ -102,7 +102,7 @@ class Acrobot(BatchedEnvironment):
 class Pendulum(BatchedEnvironment):
     """Swing a pendulum up and hold it there, by a torque in [-2, 2]. State: angle (0 is up) and angular velocity."""
 
-    observation_shape, action_low, action_high, default_max_episode_steps = (3,), -2.0, 2.0, 200
+    observation_shape, action_low, action_high, default_max_episode_steps = (3,), (-2.0,), (2.0,), 200
 
     def initial_state(self, n: int) -> Tensor:
         return torch.stack((self.uniform(-math.pi, math.pi, n), self.uniform(-1.0, 1.0, n)))
@@ -110,7 +110,7 @@ class Pendulum(BatchedEnvironment):
     def transition(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gravity, dt = 10.0, 0.05
         angle, spin = state
-        torque = action.view(-1).clamp(-2.0, 2.0).double()
+        torque = action.view(-1).double()
         error = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
         cost = error.square() + 0.1 * spin.square() + 0.001 * torque.square()
         faster = (spin + (1.5 * gravity * angle.sin() + 3.0 * torque) * dt).clamp(-8.0, 8.0)

@@ -11,6 +11,7 @@ limit cut it off).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -43,23 +44,23 @@ class Environment(Protocol):
 
     num_envs: B.
     observation_shape: shape of one copy's observation, fp32.
-    n_actions: number of discrete actions; None if an action is a vector of `action_size` numbers in [action_low,
-        action_high].
+    n_actions: number of discrete actions; None if an action is a vector of `action_size` numbers.
     """
 
     num_envs: int
     observation_shape: tuple[int, ...]
     n_actions: int | None
     action_size: int
-    action_low: float
-    action_high: float
 
     def reset(self, seed: int) -> Tensor:
         """Reset every copy, seed all later randomness, and return observations [B, ...]."""
         ...
 
     def step(self, action: Tensor) -> Transition:
-        """Advance every copy. action: [B] int64, or [B, action_size] fp32."""
+        """Advance every copy. action: [B] int64, or [B, action_size] fp32, which is clipped to the bounds of each dimension.
+
+        Callers keep the unclipped action: it is the one that the policy's log-probability belongs to.
+        """
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -77,7 +78,8 @@ class BatchedEnvironment(ABC):
     """An environment whose dynamics are tensor operations over all copies.
 
     A subclass implements `initial_state`, `transition` and `observe` on a state [k, B]: k numbers per copy, in fp64
-    like gymnasium's single environments.
+    like gymnasium's single environments. Vector actions reach `transition` within `action_low` and `action_high`, which
+    have one number for each dimension.
 
     Args:
         num_envs: number of copies B.
@@ -87,8 +89,8 @@ class BatchedEnvironment(ABC):
     observation_shape: tuple[int, ...]
     n_actions: int | None = None
     action_size: int = 1
-    action_low: float = 0.0
-    action_high: float = 0.0
+    action_low: tuple[float, ...] = (-math.inf,)
+    action_high: tuple[float, ...] = (math.inf,)
     default_max_episode_steps: ClassVar[int]
 
     def __init__(self, num_envs: int, *, max_episode_steps: int | None = None, device: str = "cpu") -> None:
@@ -123,6 +125,8 @@ class BatchedEnvironment(ABC):
     def step(self, action: Tensor) -> Transition:
         if self.state is None:
             raise ConfigError(f"{type(self).__name__} was not reset", do="call reset(seed) first")
+        if self.n_actions is None:
+            action = action.clamp(*map(action.new_tensor, (self.action_low, self.action_high)))
         state, reward, terminated = self.transition(self.state, action)
         self.step_count += 1
         # No episode can be truncated before the earliest deadline, so most steps skip the comparison.

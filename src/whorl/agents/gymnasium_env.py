@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from whorl.agents.environments import Transition
@@ -20,7 +21,8 @@ class GymnasiumEnvironment:
     """`num_envs` copies of the gymnasium environment `name`. Discrete observations become one-hot.
 
     Raises:
-        ConfigError: gymnasium is missing, the name is unknown, or a space is neither Box nor Discrete.
+        ConfigError: gymnasium or what the environment needs is missing, the name is unknown, or a space is neither Box
+            nor Discrete.
     """
 
     def __init__(self, name: str, num_envs: int, **settings: Any) -> None:
@@ -41,9 +43,12 @@ class GymnasiumEnvironment:
                 **settings,
             )
         except gymnasium.error.Error as error:
+            installed = not isinstance(error, gymnasium.error.DependencyNotInstalled)
             raise ConfigError(
-                f"unknown environment {name!r}: {error}",
-                do="run `whorl rl environments`, or see gymnasium's list",
+                f"{'unknown' if installed else 'missing package for the'} environment {name!r}: {error}",
+                do="run `whorl rl environments`, or see gymnasium's list"
+                if installed
+                else "install the package",
             ) from error
         self.num_envs, self.name = num_envs, name
         observation, action = self.envs.single_observation_space, self.envs.single_action_space
@@ -57,12 +62,12 @@ class GymnasiumEnvironment:
         else:
             raise self._unsupported("observation", observation)
         self.n_actions: int | None = None
-        self.action_size, self.action_low, self.action_high = 1, 0.0, 0.0
+        self.action_size = 1
+        self.action_space: Any = action
         if isinstance(action, gymnasium.spaces.Discrete):
-            self.n_actions, self.first_action = int(action.n), int(action.start)
-        elif isinstance(action, gymnasium.spaces.Box) and len(action.shape) == 1:
-            self.action_size = action.shape[0]
-            self.action_low, self.action_high = float(action.low.min()), float(action.high.max())
+            self.n_actions = int(action.n)
+        elif isinstance(action, gymnasium.spaces.Box):
+            self.action_size = int(np.prod(action.shape))
         else:
             raise self._unsupported("action", action)
 
@@ -70,8 +75,8 @@ class GymnasiumEnvironment:
         self.envs.close()
         return ConfigError(
             f"the environment {self.name!r} has the {kind} space {space}",
-            expected="a Box or Discrete space (actions: a Box of one dimension)",
-            do="wrap it, for example with gymnasium.wrappers.FlattenObservation",
+            expected="a Box or Discrete space",
+            do=f"register an environment that wraps it in a gymnasium.{kind.title()}Wrapper",
         )
 
     def _to_tensor(self, observation: Any) -> Tensor:
@@ -81,12 +86,20 @@ class GymnasiumEnvironment:
             np.array(observation, dtype=np.float32)
         )  # copied: gymnasium may reuse its buffer
 
+    def _to_space(self, action: NDArray[Any]) -> NDArray[Any]:
+        """Return elements [B, ...] of the action space: the nearest to each vector, or the numbers of discrete actions."""
+        space = self.action_space
+        if self.n_actions is not None:
+            return action + int(space.start)
+        # fp64 represents every bound of fp32 and of integers up to 2 ** 53.
+        nearest = action.reshape(-1, *space.shape).astype(np.float64).clip(space.low, space.high)
+        return (nearest.round() if space.dtype.kind in "iu" else nearest).astype(space.dtype)
+
     def reset(self, seed: int) -> Tensor:
         return self._to_tensor(self.envs.reset(seed=seed)[0])
 
     def step(self, action: Tensor) -> Transition:
-        taken = action.numpy() + self.first_action if self.n_actions is not None else action.numpy()
-        raw_observation, reward, terminated, truncated, info = self.envs.step(taken)
+        raw_observation, reward, terminated, truncated, info = self.envs.step(self._to_space(action.numpy()))
         observation = self._to_tensor(raw_observation)
         final = observation
         if "final_obs" in info:

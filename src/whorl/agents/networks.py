@@ -54,7 +54,6 @@ class ActorCritic(nn.Module):
         self.policy = mlp([n_in, *hidden, n_out], 0.01, generator)
         self.value = mlp([n_in, *hidden, 1], 1.0, generator)
         self.log_width = None if self.discrete else nn.Parameter(torch.zeros(environment.action_size))
-        self.action_low, self.action_high = environment.action_low, environment.action_high
 
     def values(self, observation: Tensor) -> Tensor:
         """Return values [...] for observations [..., d]."""

@@ -40,6 +40,7 @@ from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.trainer import RunOptions, StepFunction, Task, Trainer
 
 MIN_CLIP_FRACTION = 0.05  # of the initial clip
+MAX_EVALUATION_STEPS = 10_000  # per episode
 RETURN_WINDOW = 100  # number of episodes in the training return
 
 
@@ -326,15 +327,33 @@ class EpisodeReturns:
 
 
 @torch.no_grad()
-def evaluate(networks: ActorCritic, environment: str, episodes: int, seed: int) -> list[float]:
-    """Return undiscounted returns of `episodes` episodes with greedy actions. Each episode runs in a separate copy."""
+def evaluate(
+    networks: ActorCritic,
+    environment: str,
+    episodes: int,
+    seed: int,
+    *,
+    max_steps: int = MAX_EVALUATION_STEPS,
+    observe: Callable[[int, int], None] = lambda step, running: None,
+) -> list[float]:
+    """Return undiscounted returns of `episodes` episodes with greedy actions. Each episode runs in a separate copy.
+
+    Args:
+        max_steps: steps after which an episode is cut off; a greedy policy may never end one of an environment without
+            a time limit.
+        observe: called after each step with its number and the number of episodes that have not ended. The last call
+            has the number of episodes that were cut off.
+    """
     envs = make_env(environment, episodes)
     observation = envs.reset(seed).flatten(1)
     total, running = torch.zeros(episodes), torch.ones(episodes, dtype=torch.bool)
-    while running.any():
+    for step in range(1, max_steps + 1):
         transition = envs.step(networks.greedy_action(observation))
         total += transition.reward * running
         running &= ~(transition.terminated | transition.truncated)
         observation = transition.observation.flatten(1)
+        observe(step, n_running := int(running.sum()))
+        if not n_running:
+            break
     envs.close()
     return total.tolist()

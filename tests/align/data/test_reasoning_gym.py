@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.recipes.align_steps import run_text
 
 from whorl.align.data.reasoning_gym import HELD_OUT, reasoning_gym_tasks, score_completion
 from whorl.errors import ConfigError, DataError
 from whorl.evals.verify import reasoning_gym as gym
 from whorl.evals.verify import verify_all
+from whorl.recipes.steps.align.data import TasksConfig
 
 
 def test_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +104,26 @@ def test_other_question_is_error_of_verifier() -> None:
     assert verdict.failed and "another question" in verdict.reason
 
 
+def test_default_levels_are_those_of_the_source() -> None:
+    gym_config = {"source": "reasoning_gym", "dataset": "chain_sum"}
+    assert TasksConfig.model_validate(gym_config).levels == {}
+    assert TasksConfig.model_validate({**gym_config, "levels": {3: 1.0}}).levels == {3: 1.0}
+    assert TasksConfig(source="arithmetic").levels == {1: 2.0, 2: 1.0, 5: 1.0}
+
+
+def test_no_levels_are_the_default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries: list[gym.GymEntry] = []
+
+    def generator_of(entry: gym.GymEntry) -> list[dict[str, str]]:
+        entries.append(entry)
+        return [{"question": f"{entry.seed + n}?", "answer": "1"} for n in range(entry.size)]
+
+    monkeypatch.setattr("whorl.align.data.reasoning_gym.generator_of", generator_of)
+    made = reasoning_gym_tasks("chain_sum", {}, n_train=3, n_test=1)
+    assert [entry.level for entry in entries] == [None, None]
+    assert len(made["train"]) == 3 and made["train"][0][0].difficulty == 0
+
+
 @pytest.mark.usefixtures("package")
 def test_unusable_settings_are_refused() -> None:
     for name, levels, options, message in (
@@ -108,6 +131,7 @@ def test_unusable_settings_are_refused() -> None:
         ("chain_sum", {99: 1.0}, {}, "no level 99"),
         ("chain_sum", {0: 1.0}, {"min_terms": 3}, "the level sets min_terms"),
         ("chain_sum", {0: 1.0}, {"depth": 3}, "rejects level 0"),
+        ("chain_sum", {}, {"min_terms": 0}, "rejects its default settings .*min_terms"),
         ("chain_sum", {0: 0.0}, {}, "weights of 0 or more"),
         ("composite", {0: 1.0}, {}, "no levels"),
         ("list_functions", {0: 1.0}, {}, "does not determine the entries of list_functions"),
@@ -142,6 +166,15 @@ def test_small_generator_gives_distinct_questions() -> None:
     assert len(set(texts)) == len(texts) < 34 and len(made["test"]) == 4 and made["train"]
     with pytest.raises(DataError, match=r"8 questions .* all of them held out"):
         reasoning_gym_tasks("coin_flip", {0: 1.0}, n_train=30, n_test=20)
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("dataset", ["chain_sum", "knight_swap", "gsm_symbolic"])
+def test_step_makes_tasks_with_default_levels(dataset: str, tmp_path: Path) -> None:
+    """knight_swap refuses its own level 0, and gsm_symbolic has no levels."""
+    recipe = f'[steps.tasks]\nuses = "tasks"\nsource = "reasoning_gym"\ndataset = "{dataset}"\n'
+    made = run_text(recipe + "max_train = 6\nmax_test = 2\n", store=tmp_path)["tasks"]
+    assert made.summary["counts"] == {"train": 6, "test": 2}
 
 
 @pytest.mark.usefixtures("package")

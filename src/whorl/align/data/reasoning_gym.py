@@ -44,7 +44,7 @@ def reasoning_gym_tasks(
 
     Args:
         dataset: name of a generator.
-        levels: level -> relative frequency.
+        levels: level -> relative frequency; none: the generator's default settings.
         n_train, n_test: distinct questions, at most.
         options: settings of the generator that no level sets.
         chat: prompts are conversations, otherwise a text to continue. A solution is None if the package has none that
@@ -64,13 +64,13 @@ def reasoning_gym_tasks(
     ):  # held-out tasks do not depend on the number of others
         first = HELD_OUT * (split == "test") + seed * LEVELS * BLOCK
         made[split] = []
-        for level, count in _counts(levels, n).items():
-            start, size = first + level % LEVELS * BLOCK, min(DRAWS * count, BLOCK)
+        for level, count in (_counts(levels, n) if levels else {None: n}).items():
+            start, size = first + (level or 0) % LEVELS * BLOCK, min(DRAWS * count, BLOCK)
             spec = GymEntry(dataset, level, json.dumps(dict(options or {})), start, size)
             made[split] += _distinct(spec, count, known, chat=chat)
     if n_train and not made["train"]:
         raise DataError(
-            f"{dataset} has only {len(known)} questions at the levels {sorted(levels)}, all of them held out",
+            f"{dataset} has only {len(known)} questions at the levels {[*levels]}, all of them held out",
             do="request fewer held-out tasks, or add levels",
         )
     return {"train": made["train"], "test": made["test"]}
@@ -131,10 +131,10 @@ def _solution(dataset: str, generator: Any, entry: Mapping[str, Any]) -> str | N
     return str(answer) if accepted else None
 
 
-def _counts(levels: Mapping[int, float], n: int) -> dict[int, int]:
+def _counts(levels: Mapping[int, float], n: int) -> dict[int | None, int]:
     """Divide n into levels by their weights."""
     total = sum(levels.values())
-    if not levels or total <= 0 or min(levels.values()) < 0:
+    if total <= 0 or min(levels.values()) < 0:
         raise ConfigError(
             f"levels: {dict(levels)}", expected="weights of 0 or more, at least one of them positive"
         )
@@ -142,5 +142,7 @@ def _counts(levels: Mapping[int, float], n: int) -> dict[int, int]:
     for weight in levels.values():
         reached += weight
         bounds.append(round(n * reached / total))
-    counts = {level: b - a for level, a, b in zip(levels, bounds, bounds[1:], strict=False)}
+    counts: dict[int | None, int] = {
+        level: b - a for level, a, b in zip(levels, bounds, bounds[1:], strict=False)
+    }
     return {level: count for level, count in counts.items() if count}

@@ -18,6 +18,9 @@ def train(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Independent runs.")] = 5,
     episodes: Annotated[int, typer.Option(min=1, help="Evaluation episodes per seed.")] = 20,
+    episode_steps: Annotated[
+        int, typer.Option(min=1, help="Steps after which an evaluation episode is cut off.")
+    ] = 10_000,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="Change a setting; may be repeated."),
@@ -44,7 +47,7 @@ def train(
 
     config = AgentsConfig(
         algorithm=algorithm, environment=environment, steps=steps, seeds=seeds, episodes=episodes,
-        settings=dict(map(_parse_setting, changes or ())),
+        episode_steps=episode_steps, settings=dict(map(_parse_setting, changes or ())),
     )  # fmt: skip
     config.agent(0)  # raises for impossible settings before a store is made
     make_env(environment, 1).close()

@@ -23,7 +23,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -173,7 +173,7 @@ def _generator(spec: GymEntry) -> Any:
     factory = importlib.import_module("reasoning_gym.factory")
     settings = {**json.loads(spec.options), "seed": spec.seed, "size": spec.size}
     if spec.level is None:
-        return factory.create_dataset(spec.dataset, **settings)
+        return _made(spec, lambda: factory.create_dataset(spec.dataset, **settings))
     try:
         curriculum = factory.create_curriculum(spec.dataset)
     except ValueError as error:
@@ -190,10 +190,14 @@ def _generator(spec: GymEntry) -> Any:
             f"{spec.dataset}: the level sets {taken[0]}", do=f"leave {taken[0]} out of the options"
         )
     curriculum.set_global_level(spec.level)
+    return _made(spec, lambda: known[spec.dataset][0](config=curriculum.generate_configuration(settings)))
+
+
+def _made(spec: GymEntry, make: Callable[[], Any]) -> Any:
     try:
-        generator = known[spec.dataset][0](config=curriculum.generate_configuration(settings))
+        return make()
     except (AssertionError, TypeError, ValueError) as error:
+        level = "its default settings" if spec.level is None else f"level {spec.level}"
         raise ConfigError(
-            f"{spec.dataset} rejects level {spec.level} with the options {json.loads(spec.options)}: {error}"
+            f"{spec.dataset} rejects {level} with the options {json.loads(spec.options)}: {error}"
         ) from error
-    return generator

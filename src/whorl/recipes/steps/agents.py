@@ -43,6 +43,11 @@ class AgentsConfig(BaseModel):
     seed: int = Field(default=0, ge=0, description="the first seed")
     seeds: int = Field(default=5, ge=1, description="independent runs")
     episodes: int = Field(default=20, ge=1, description="evaluation episodes per seed")
+    episode_steps: int = Field(
+        default=10_000,
+        ge=1,
+        description="steps after which an evaluation episode that has not ended is cut off",
+    )
     run: RunConfig = Field(default=RunConfig(), description="checkpoints")
     settings: dict[str, Any] = Field(default={}, description="overrides of the algorithm's preset")
 
@@ -76,7 +81,7 @@ def _with_preset(config: AgentsConfig, store: object) -> AgentsConfig:
     return config.model_copy(update={"settings": settings, "steps": preset["steps"]})
 
 
-@step("agents", config=AgentsConfig, complete_config=_with_preset, not_hashed=("run",), version=2)
+@step("agents", config=AgentsConfig, complete_config=_with_preset, not_hashed=("run",), version=3)
 def agents(ctx: StepContext, config: AgentsConfig) -> None:
     """Train an agent over several seeds and evaluate it on separate episodes."""
     import numpy as np
@@ -91,14 +96,15 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
     for file in sorted(ctx.scratch.glob("seed-*.safetensors")):
         (ctx.out / file.name).write_bytes(file.read_bytes())
     summary = {"returns": scores, "inter_quartile_mean": [returns.mean, returns.low, returns.high]}
-    record = {**config.model_dump(mode="json"), **summary, "lag": [r["lag"] for r in results]}
+    each = {name: [r[name] for r in results] for name in ("lag", "truncated")}
+    record = {**config.model_dump(mode="json"), **summary, **each}
     (ctx.out / "result.json").write_text(json.dumps(record, indent=1) + "\n")
     facts = [
         ("algorithm", config.algorithm),
         ("environment", config.environment),
         ("steps", f"{config.steps or 0:,}"),
         ("return, inter-quartile mean over the seeds", str(returns)),
-        *((f"seed {result['seed']}", f"{result['score']:.1f}") for result in results),
+        *((f"seed {r['seed']}", f"{r['score']:.1f}{_cut_off(r['truncated'], config)}") for r in results),
     ]
     title = f"{config.algorithm.upper()} on {config.environment}"
     ctx.report.blocks.append(Facts(section=title, rows=facts))
@@ -117,12 +123,14 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
             )
         )
     render(ReportData(title=title, reports=[(ctx.name, ctx.report)]), ctx.out / "curve.html")
-    headline = f"return {returns}, inter-quartile mean of {config.seeds} seeds with its 95 % interval"
+    plural = f"{config.seeds} seed" + "s" * (config.seeds > 1)
+    headline = f"return {returns}, inter-quartile mean of {plural} with its 95 % interval"
     ctx.summary.update(**summary, headline=headline)
 
 
 def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, Any]:
-    """Train and evaluate one seed, or return its stored result: seed, score, lag, curve [(steps, return)]."""
+    """Train and evaluate one seed, or return its stored result: seed, score, lag, truncated
+    (evaluation episodes that were cut off), curve [(steps, return)]."""
     import numpy as np
     from safetensors.torch import save_file
 
@@ -158,16 +166,25 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
             StageRecorder, log_if=lambda steps, found: "return" in found and steps // agent.rollout_steps % every == 0
         ),
     )  # fmt: skip
-    returns = evaluate(
-        result.trained, config.environment, config.episodes, derive(seed, "evaluation") % (1 << 31)
-    )
+    with ctx.progress.task(f"evaluating seed {seed}", config.episodes, "episodes") as task:
+        returns = evaluate(
+            result.trained, config.environment, config.episodes, derive(seed, "evaluation") % (1 << 31),
+            max_steps=config.episode_steps,
+            observe=lambda step, running: task.update(done=config.episodes - running, note=f"step {step:,}"),
+        )  # fmt: skip
+        truncated = config.episodes - int(task.done)
     score, lag = float(np.mean(returns)), sum(lags) / max(1, len(lags))
-    lag_note = f", mean policy lag {lag:.1f}" if agent.actors else ""
-    ctx.progress.log(f"    seed {seed}: return {score:.1f} (mean of {config.episodes} episodes{lag_note})")
+    notes = _cut_off(truncated, config) + (f", mean policy lag {lag:.1f}" if agent.actors else "")
+    ctx.progress.log(f"    seed {seed}: return {score:.1f} (mean of {config.episodes} episodes{notes})")
     save_file(
         {n: p.detach() for n, p in result.trained.named_parameters()},
         ctx.scratch / f"seed-{seed}.safetensors",
     )
-    stored = {"seed": seed, "score": score, "lag": lag, "curve": metric_points(result.curve, "return")}
+    curve = metric_points(result.curve, "return")
+    stored = {"seed": seed, "score": score, "lag": lag, "truncated": truncated, "curve": curve}
     write_json(done, stored)
     return stored
+
+
+def _cut_off(episodes: int, config: AgentsConfig) -> str:
+    return f", {episodes} cut off after {config.episode_steps:,} steps" if episodes else ""

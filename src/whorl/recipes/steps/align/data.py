@@ -82,7 +82,8 @@ class TasksConfig(SetConfig):
     )
     levels: dict[int, float] = Field(
         default={1: 2.0, 2: 1.0, 5: 1.0},
-        description="arithmetic, reasoning_gym: level -> weight (align/data/arithmetic.py)",
+        description="arithmetic, reasoning_gym: level -> weight (align/data/arithmetic.py); "
+        "default of reasoning_gym: the generator's own settings",
     )
     dataset: str = Field(default="", description="reasoning_gym: a generator; verifiers: a taskset")
     options: dict[str, Any] = Field(default={}, description="reasoning_gym, verifiers: its settings")
@@ -94,6 +95,12 @@ class TasksConfig(SetConfig):
         default=0.0, ge=0, le=1, description="arithmetic: fraction of solutions that are only the answer"
     )
     first_problem: int = Field(default=0, ge=0, description="arithmetic: number of the first problem")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_levels(cls, values: Any) -> Any:
+        gym = isinstance(values, dict) and values.get("source") == "reasoning_gym"
+        return {"levels": {}, **values} if gym else values
 
     def check_installed(self, step: str) -> None:
         """Check the package of the source. Raises ConfigError: it is not installed."""
