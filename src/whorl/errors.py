@@ -9,10 +9,17 @@ This module is the lowest layer: it imports no other module of the package.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 DOCS_URL = "https://github.com/whorl-ml/whorl/blob/main/docs"  # an installed package has no docs
+# User information of a URL, and the values of parameters that give access.
+_CREDENTIALS = re.compile(
+    r"""(https?://)[^\s/'"]+@|(://)[^\s/'"@:]*:[^\s/'"]*@"""
+    r"""|([?&;](?:x-(?:amz|goog)-[a-z-]+|[a-z_-]*(?:key|token|secret|password)|sig|signature|pwd)=)[^\s&;#'"]+""",
+    re.IGNORECASE,
+)
 
 
 class WhorlError(Exception):
@@ -27,6 +34,7 @@ class WhorlError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, *, expected: str = "", do: str = "") -> None:
+        what, expected, do = map(without_credentials, (what, expected, do))
         self.what, self.expected, self.do = what, expected, do
         lines = [what]
         if expected:
@@ -86,6 +94,15 @@ class CheckpointError(WhorlError):
 def shorten(text: str, limit: int = 200) -> str:
     """Return `text` with at most `limit` characters and an ellipsis. Errors show no more of a value that a client sent."""
     return text if len(text) <= limit else f"{text[:limit]}\u2026"
+
+
+def without_credentials(text: str) -> str:
+    """Return `text` with "***" for the passwords, keys and signatures of its URLs. Errors and records keep no others."""
+    if "://" not in text:
+        return text
+    return _CREDENTIALS.sub(
+        lambda found: f"{found[1] or found[2]}***@" if found[3] is None else f"{found[3]}***", text
+    )
 
 
 def one_of(value: str, allowed: Sequence[str]) -> str:

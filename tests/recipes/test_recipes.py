@@ -279,11 +279,15 @@ def test_unknown_and_unreadable_recipes(tmp_path: Path) -> None:
         ("plan.n_layers=100000", "less than or equal to 1000"),
         ("pretrain.seed=-1", "greater than or equal to 0"),
         ("rl.seed=-1", "greater than or equal to 0"),
+        ("ingest.sources=['https://me:hunter2@host/a.txt']", "sources has a URL with a password"),
+        ("ingest.sources=['s3://AKIA:hunter2@bucket/a']", "sources has a URL with a password"),
+        ("ingest.sources=['https://host/a?X-Amz-Signature=hunter2']", "sources has a URL with a password"),
     ],
 )
 def test_impossible_numbers_are_refused_when_the_recipe_is_read(setting: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         load_recipe("quickstart", sets=[setting])
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(ready_recipes()))

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whorl.errors import ConfigError, without_credentials
 from whorl.tracking import seeds
 from whorl.tracking.progress import Progress, format_duration
-from whorl.tracking.run import Run, event_record, read_metrics
+from whorl.tracking.run import SETTINGS, Run, environment, event_record, read_metrics
 
 # Seeds
 
@@ -190,3 +191,41 @@ def test_log_shows_control_characters_as_escapes() -> None:
     progress.log("a\x1b[31mred\x9b\x00\tb\r\nnächste Zeile 日本")
     assert stream.getvalue() == "a\\x1b[31mred\\x9b\\x00\tb\\r\nnächste Zeile 日本\n"
     assert kept == ["a\\x1b[31mred\\x9b\\x00\tb\\r\nnächste Zeile 日本"]
+
+
+# Secrets
+
+NO_SETTINGS = {"WHORL_API_KEY", "WHORL_CATALOG", "WHORL_ENDPOINT_KEY", "WHORL_HOME", "WHORL_LIMITS_FOLDER"}
+
+
+def test_environment_records_listed_settings_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHORL_API_KEY", "wk-hunter2")
+    monkeypatch.setenv("WHORL_CATALOG", "postgresql://me:hunter2@host/documents")
+    monkeypatch.setenv("WHORL_DTYPE", "float32")
+    found = environment()
+    assert found["settings"]["WHORL_DTYPE"] == "float32" and "hunter2" not in json.dumps(found)
+    source = Path(seeds.__file__).parents[1]
+    used = {name for f in source.rglob("*.py") for name in re.findall(r'"(WHORL_[A-Z_]+)"', f.read_text())}
+    assert used == NO_SETTINGS | set(SETTINGS)  # a new variable goes to one of the lists
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("cannot open 'https://me:hunter2@host/a'", "cannot open 'https://***@host/a'"),
+        ("https://hunter2@host/a, b@c", "https://***@host/a, b@c"),
+        ("zip://*.csv::s3://AKIA:hunter2@bucket/a", "zip://*.csv::s3://***@bucket/a"),
+        ("https://host/a?b=1&sig=hunter2&c=2", "https://host/a?b=1&sig=***&c=2"),
+        ("https://host/a?X-Amz-Security-Token=hunter2", "https://host/a?X-Amz-Security-Token=***"),
+        ("https://host/v1?api-key=hunter2 failed", "https://host/v1?api-key=*** failed"),
+        ("postgresql://me@host/a and me@host", "postgresql://me@host/a and me@host"),
+        ("a?token=hunter2 without a URL", "a?token=hunter2 without a URL"),
+    ],
+)
+def test_credentials_of_urls_leave_errors_and_logs(tmp_path: Path, text: str, clean: str) -> None:
+    assert without_credentials(text) == clean
+    error = ConfigError("a source is wrong", expected=text, do=text)
+    assert str(error).count(clean) == 2 and error.expected == clean
+    run = Run(tmp_path, tensorboard=False)
+    run.log(text)
+    assert (tmp_path / "log.txt").read_text().endswith(f"  {clean}\n")

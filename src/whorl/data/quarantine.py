@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from whorl.errors import DataError
+from whorl.errors import DataError, without_credentials
 
 REASONS = {
     # of a file
@@ -106,7 +106,15 @@ class Quarantine:
 
     def add(self, file: Path | str, line: int, error: BadRecordError) -> None:
         """Reject one record of a file."""
-        self.store(RejectedRecord(str(file), line, error.reason, error.field, error.detail[:500]))
+        self.store(
+            RejectedRecord(
+                without_credentials(str(file)),
+                line,
+                error.reason,
+                error.field,
+                without_credentials(error.detail)[:500],
+            )
+        )
 
     def store(self, record: Rejected) -> None:
         """Reject one record, a dataclass."""

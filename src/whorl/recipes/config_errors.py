@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from whorl.errors import ConfigError, one_of
+from whorl.errors import ConfigError, one_of, without_credentials
 from whorl.recipes.old_names import leaf_paths
 
 
@@ -28,7 +28,7 @@ def validated_config(
         flags: all flags that set something in this step, for settings that contradict each other.
 
     Raises:
-        ConfigError: an unknown setting, an invalid value or a number that is not finite.
+        ConfigError: an unknown setting, an invalid value, a number that is not finite, or a URL with a password.
     """
     try:
         found = config.model_validate(values)
@@ -38,6 +38,12 @@ def validated_config(
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(
                 f"{location(*path)}: {'.'.join((step, *path))} cannot be {value}", expected="a finite number"
+            )
+        if without_credentials(str(value)) != str(value):
+            raise ConfigError(
+                f"{location(*path)}: {'.'.join((step, *path))} has a URL with a password, key or signature",
+                expected="a URL without it: the settings are stored with the run and with all that is made from them",
+                do="pass it by the environment (AWS_ACCESS_KEY_ID, ~/.netrc), or download the files first",
             )
     return found
 

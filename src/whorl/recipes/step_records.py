@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whorl.errors import WhorlError
+from whorl.errors import WhorlError, without_credentials
 from whorl.tracking.run import write_json
 
 if TYPE_CHECKING:
@@ -42,7 +42,11 @@ class StepRecords:
 
     def set_reason(self, step: str, state: str, error: BaseException) -> None:
         """Record that a step was left out or failed."""
-        what = error.what if isinstance(error, WhorlError) else f"{type(error).__name__}: {error}"
+        what = (
+            error.what
+            if isinstance(error, WhorlError)
+            else without_credentials(f"{type(error).__name__}: {error}")
+        )
         record = {"state": state, "reason": what}
         if self.records.get(step) != record:  # the same failure again does not make this the latest run
             self._set(step, record)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import whorl
+from whorl.errors import without_credentials
 from whorl.machine.device_probe import ram_bytes, usable_cores
 from whorl.machine.identity import cpu_name
 from whorl.tracking.sinks import SafeSinks
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 PACKAGES = ("torch", "numpy", "pyarrow", "duckdb", "pydantic", "safetensors", "tiktoken", "regex")
+# Variables that can change a result. Others (keys, addresses, folders) are not recorded.
+SETTINGS = (
+    "WHORL_CHOICES", "WHORL_CHOOSE", "WHORL_DEVICE", "WHORL_DTYPE", "WHORL_FORK_SERVER", "WHORL_KERNELS",
+    "WHORL_NATIVE", "WHORL_THREADS",
+)  # fmt: skip
 
 
 def event_record(event: Mapping[str, Any]) -> dict[str, float | str]:
@@ -166,10 +172,10 @@ class Run:
         return found
 
     def log(self, text: str) -> None:
-        """Append to `log.txt`, with the time."""
+        """Append to `log.txt`, with the time and without credentials of URLs."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         with (self.dir / "log.txt").open("a") as file:
-            file.write("".join(f"{stamp}  {line}\n" for line in text.splitlines()))
+            file.write("".join(f"{stamp}  {line}\n" for line in without_credentials(text).splitlines()))
 
     def metrics(self, step_name: str, resume_at: int = 0) -> MetricsLog:
         """Return the metrics log of a recipe step; records at or after `resume_at` are dropped."""
@@ -207,7 +213,7 @@ def environment() -> dict[str, Any]:
         "cores": usable_cores(),
         "ram_bytes": ram_bytes(),
         "versions": versions,
-        "settings": {name: value for name, value in os.environ.items() if name.startswith("WHORL_")},
+        "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
     }
 
 

@@ -164,6 +164,7 @@ def _write_page(loads: Sequence[LoadResult], file: Path, url: str) -> None:
     import json
     import time
 
+    from whorl.errors import without_credentials
     from whorl.loadtest.runs import to_jsonl
     from whorl.report.load_test import load_test_page
 
@@ -172,7 +173,7 @@ def _write_page(loads: Sequence[LoadResult], file: Path, url: str) -> None:
     html = load_test_page(
         entries,
         "Load test",
-        f"{total:,} requests to {url}, in {len(loads)} loads.",
+        f"{total:,} requests to {without_credentials(url)}, in {len(loads)} loads.",
         time.strftime("%Y-%m-%d %H:%M"),
     )
     file.parent.mkdir(parents=True, exist_ok=True)
