@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from whorl.embedding.embedder import Embedder
+from whorl.embedding.embedder import Embedder, result_of
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
@@ -117,8 +117,8 @@ class Model:
         embed = self._entry.embed
         assert embed is not None
         if isinstance(texts, str):
-            return torch.tensor(embed(self._entry.encode_text(texts)))
-        return torch.tensor([embed(self._entry.encode_text(text)) for text in texts])
+            return torch.tensor(result_of(embed(self._entry.encode_text(texts))))
+        return torch.tensor([result_of(embed(self._entry.encode_text(text))) for text in texts])
 
     def _log_probs(self, text: str) -> Tensor:
         ids = self._entry.encode_prompt(text)

@@ -21,10 +21,10 @@ The tokenizer is an argument (`TokenizerProtocol`). Both live in one folder, `Em
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from safetensors.torch import load_file, save_file
 from whorl.errors import CheckpointError, ConfigError, DataError
 from whorl.models.encoder import Encoder, EncoderConfig
 
+T = TypeVar("T")
 Vectors = NDArray[np.float32]
 Ids = NDArray[np.unsignedinteger[Any]]
 KIND = "embedder"
@@ -116,13 +117,20 @@ class Embedder:
         return embed_ids(self.encoder, found, batch_size)
 
 
-@torch.inference_mode()
 def embed_ids(encoder: Encoder, texts: Sequence[Ids], batch_size: int = 64) -> Vectors:
     """Return unit vectors [n, d] fp32 of texts given as ids, none of them empty.
 
     Raises:
         ConfigError: batch_size below 1.
     """
+    return result_of(embedding_pieces(encoder, texts, batch_size))
+
+
+@torch.inference_mode()
+def embedding_pieces(
+    encoder: Encoder, texts: Sequence[Ids], batch_size: int
+) -> Generator[None, None, Vectors]:
+    """Return what `embed_ids` returns, as a generator that yields after each batch."""
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}", expected="at least 1")
     max_length = encoder.config.max_length
@@ -139,7 +147,18 @@ def embed_ids(encoder: Encoder, texts: Sequence[Ids], batch_size: int = 64) -> V
         ids, mask = pad([window for _, window in batch])
         owners = torch.tensor([i for i, _ in batch], device=device)
         total.index_add_(0, owners, encoder.embed(ids.to(device), mask.to(device)))
+        yield
     return np.asarray(torch.nn.functional.normalize(total, dim=-1).cpu().numpy(), np.float32)
+
+
+def result_of(pieces: Generator[None, None, T]) -> T:
+    """Run a generator to its end and return its value."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            found: T = end.value
+            return found
 
 
 def split_windows(length: int, max_length: int) -> list[tuple[int, int]]:

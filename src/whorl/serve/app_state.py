@@ -12,25 +12,26 @@ import math
 import os
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 from fastapi import Request as HttpRequest
 
-from whorl.engine.request import Grammar, Request
+from whorl.engine.request import Request
 from whorl.engine.sampling.grammar import compile_ahead
 from whorl.errors import shorten
 from whorl.http.hosts import is_loopback
 from whorl.http.loop_watchdog import LoopWatchdog
+from whorl.http.shares import Shares
 from whorl.machine.malloc import trim_freed_memory
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
 from whorl.serve.middleware.auth import RELOAD_SECONDS, KeyLimits, KeyStore
 from whorl.serve.middleware.metrics import ServerMetrics
+from whorl.serve.worker.fair_queue import FairThread
 from whorl.serve.worker.grammar_check import GrammarChecker
 from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
 from whorl.serve.worker.worker import EngineProtocol, EngineWorker, Stream
@@ -42,7 +43,7 @@ TRIM_SECONDS, TRIM_BYTES = (
     10.0,
     32 << 20,
 )  # how often, and after which growth, freed memory goes back to the system
-MAX_WAITING_GRAMMARS = 64  # of all clients; one client may have half of them
+MAX_WAITING_GRAMMARS, MAX_GRAMMARS_PER_CLIENT = 64, 8
 
 
 class AppState:
@@ -79,12 +80,12 @@ class AppState:
         )  # boot_id differs after each start
         self._limits_by_request: dict[str, KeyLimits] = {}
         self._grammar_checker = GrammarChecker()
-        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="whorl-grammar")
-        self._waiting_grammars: Counter[str] = Counter()  # by client
+        self._grammar_thread = FairThread("grammars", MAX_WAITING_GRAMMARS, MAX_GRAMMARS_PER_CLIENT)
+        self._embedding_places = Shares(config.max_queue, max(1, config.max_queue // 2))
 
     def close(self) -> None:
         """End the process and the thread that compile grammars."""
-        self._grammar_thread.shutdown(cancel_futures=True)
+        self._grammar_thread.close()
         self._grammar_checker.close()
 
     def check_accepting(self) -> None:
@@ -182,26 +183,28 @@ class AppState:
         Raises:
             ApiError: 503, too many grammars wait. ConfigError: it is invalid or too complex.
         """
-        grammar, client, waiting = request.grammar, request.client, self._waiting_grammars
-        if grammar is None:
+        if (grammar := request.grammar) is None:
             return None
-        if waiting.total() >= MAX_WAITING_GRAMMARS or waiting[client] >= MAX_WAITING_GRAMMARS // 2:
-            raise ApiError(503, "too many grammars wait to be compiled", code="queue_full", retry_after=2)
         compile_grammar = getattr(self.worker.engine, "compile_grammar", None)
 
-        def compile_checked(grammar: Grammar) -> Any:
+        def compile_checked() -> Any:
             self._grammar_checker.check(grammar)
             return None if compile_grammar is None else compile_ahead(compile_grammar, grammar)
 
-        waiting[client] += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._grammar_thread, compile_checked, grammar
-            )
-        finally:
-            waiting[client] -= 1
-            if not waiting[client]:
-                del waiting[client]
+        return await self._grammar_thread.run(request.client, compile_checked)
+
+    @contextmanager
+    def embedding_place(self, http: HttpRequest) -> Iterator[None]:
+        """Hold a place of the request's client in the queue of embeddings.
+
+        Raises:
+            ApiError: 503, it is full, or the client holds half of it.
+        """
+        self.check_accepting()
+        with self._embedding_places.place(client_id(http)) as found:
+            if not found:
+                raise ApiError(503, "the queue is full", code="queue_full", retry_after=1)
+            yield
 
     def _check_queue(self, requests: Sequence[Request], limits: KeyLimits | None) -> None:
         """Check that the server accepts requests, and that the queue and the share of the key have room.

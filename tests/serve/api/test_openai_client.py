@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 
+from whorl.embedding.embedder import result_of
 from whorl.serve.worker.model_entry import mean_pooled_embedding
 
 ASK = [{"role": "user", "content": "hello"}]
@@ -152,7 +153,7 @@ def test_embeddings_are_unit_vectors_in_both_encodings(server: Any, client: Any)
         assert np.linalg.norm(one.embedding) == pytest.approx(1, abs=1e-5)
         assert one.embedding == pytest.approx(same.embedding, abs=1e-6)
     ids = server.api.models[0].encode_text(texts[1])
-    want = server.ask(lambda engine: mean_pooled_embedding(engine.model, ids))
+    want = server.ask(lambda engine: result_of(mean_pooled_embedding(engine.model, ids)))
     from_ids = embed(input=ids, encoding_format="float")
     for same in (plain.data[1], from_ids.data[0]):
         assert same.embedding == pytest.approx(want, abs=1e-6)

@@ -1,8 +1,8 @@
 """POST /v1/embeddings, /tokenize and /detokenize: endpoints without generation, so no sequence is scheduled.
 
 The embedding of a language model is the mean of its last hidden states (`mean_pooled_embedding`); an embedder model is
-trained for the task. Both are unit vectors. They are computed in the engine thread, one text between two steps, so that
-running sequences wait for one text and not for the whole batch.
+trained for the task. Both are unit vectors. They are computed in the engine thread, in pieces between its steps, which get
+as much time as the steps (`EngineWorker.compute`). Requests of several clients take turns after each text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.responses import Response
 from whorl.serve.api.protocol import MAX_TEXTS, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from whorl.serve.api.request_parsing import check_ids, check_length, template_messages
 from whorl.serve.api.sse import JsonPieces, encode_json, run_until_disconnect
-from whorl.serve.app_state import AppState, in_thread_if_large, rate_limit_headers
+from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
 from whorl.serve.errors import ApiError, OrjsonResponse
 from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
 
@@ -30,12 +30,9 @@ async def create_embeddings(state: AppState, body: EmbeddingsRequest, http: Http
         raise ApiError(
             400, f"the model {model.name!r} has no embeddings", param="model", code="not_supported"
         )
-    texts = await in_thread_if_large(http, lambda: _input_ids(body.input, model))
-    n_tokens = sum(map(len, texts))
-    state.charge_rate_limit(http, n_tokens)
 
     async def work() -> dict[str, Any]:
-        vectors = [await _embed_ids(state, model, ids) for ids in texts]
+        vectors = [await _embed_ids(state, model, ids, client_id(http)) for ids in texts]
         data = [
             {"object": "embedding", "index": i, "embedding": _encode_vector(vector, body.encoding_format)}
             for i, vector in enumerate(vectors)
@@ -43,9 +40,12 @@ async def create_embeddings(state: AppState, body: EmbeddingsRequest, http: Http
         used = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         return {"object": "list", "data": data, "model": model.name, "usage": used}
 
-    return OrjsonResponse(
-        await run_until_disconnect(http, work(), lambda: None), headers=rate_limit_headers(http)
-    )
+    with state.embedding_place(http):
+        texts = await in_thread_if_large(http, lambda: _input_ids(body.input, model))
+        n_tokens = sum(map(len, texts))
+        state.charge_rate_limit(http, n_tokens)
+        content = await run_until_disconnect(http, work(), lambda: None)
+    return OrjsonResponse(content, headers=rate_limit_headers(http))
 
 
 async def tokenize(state: AppState, body: TokenizeRequest, http: HttpRequest) -> Response:
@@ -95,10 +95,11 @@ def _input_ids(given: Any, model: ServedModel | ServedEmbedder) -> list[list[int
     return texts
 
 
-async def _embed_ids(state: AppState, model: ServedModel | ServedEmbedder, ids: Sequence[int]) -> list[float]:
-    vector = model.embed
-    assert vector is not None
-    return await state.worker.call(lambda engine: vector(ids))
+async def _embed_ids(
+    state: AppState, model: ServedModel | ServedEmbedder, ids: Sequence[int], client: str
+) -> list[float]:
+    assert model.embed is not None
+    return await state.worker.compute(client, model.embed(ids))
 
 
 def _encode_vector(vector: list[float], form: str | None) -> list[float] | str:

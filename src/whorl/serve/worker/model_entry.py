@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,8 @@ from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
 AnyTokenizer = Tokenizer | HFTokenizer
+Embed = Callable[[Sequence[int]], Generator[None, None, list[float]]]  # ids -> unit vector [d], in pieces
+PIECE_TOKENS = 256  # of a long text, which is embedded in pieces
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class ServedModel:
 
     name: shown to clients; aliases: other accepted names. max_model_len: positions of prompt and output together.
     adapter: LoRA adapter of its requests.
-    embed: ids -> unit vector [d], called in the engine thread; None without embeddings.
+    embed: runs in the engine thread; None without embeddings.
     """
 
     name: str
@@ -35,7 +37,7 @@ class ServedModel:
     max_model_len: int
     aliases: frozenset[str] = frozenset()
     adapter: str | None = None
-    embed: Callable[[Sequence[int]], list[float]] | None = None
+    embed: Embed | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -79,12 +81,12 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServedEmbedder:
-    """A Whorl sentence embedder, with or without a language model. embed: ids -> unit vector [d]."""
+    """A Whorl sentence embedder, with or without a language model."""
 
     name: str
     tokenizer: Tokenizer
     max_model_len: int
-    embed: Callable[[Sequence[int]], list[float]]
+    embed: Embed
     aliases: frozenset[str] = frozenset()
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -104,12 +106,19 @@ class ServedEmbedder:
 
 
 @torch.inference_mode()
-def mean_pooled_embedding(model: LanguageModel, ids: Sequence[int]) -> list[float]:
-    """Return the mean of the last hidden states over a text as a unit vector [d_model].
+def mean_pooled_embedding(model: LanguageModel, ids: Sequence[int]) -> Generator[None, None, list[float]]:
+    """Return the mean of the last hidden states over a text as a unit vector [d_model], as a generator.
 
+    It yields after each `PIECE_TOKENS` of a long text. A model whose positions depend on later ones computes the whole text.
     A model trained for generation places texts in a narrow cone, so all cosines are high. For search, train an embedder
     (`embedding/train.py`).
     """
-    hidden = model(torch.tensor([list(ids)], device=model.embedding.device))[0].float().mean(dim=0)
-    vector: list[float] = torch.nn.functional.normalize(hidden, dim=0).tolist()
+    row = torch.tensor([list(ids)], device=model.embedding.device)
+    size = PIECE_TOKENS if model.batch_independent else len(ids)
+    state = model.new_state(1, max(len(ids), model.context_hint or 0)) if len(ids) > size else None
+    total = torch.zeros(model.embedding.shape[1], device=row.device)
+    for start in range(0, len(ids), size):
+        total += model(row[:, start : start + size], state=state)[0].float().sum(dim=0)
+        yield
+    vector: list[float] = torch.nn.functional.normalize(total, dim=0).tolist()
     return vector

@@ -7,7 +7,7 @@ a quarter of the free memory, and never more than all sequences at full length c
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from whorl.embedding.embedder import Embedder, embed_ids
+from whorl.embedding.embedder import Embedder, embedding_pieces
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.load import load_for_sampling
@@ -168,10 +168,11 @@ def load_embedder(location: ModelLocation, machine: Machine) -> ServedEmbedder:
     words = Tokenizer.load(location.folder)
     embedder = Embedder.load(location.folder, words, machine.device)
 
-    def vector(ids: Sequence[int]) -> list[float]:
-        found: list[float] = embed_ids(embedder.encoder, [np.asarray(ids, words.dtype)])[0].tolist()
+    def embed(ids: Sequence[int]) -> Generator[None, None, list[float]]:
+        pieces = embedding_pieces(embedder.encoder, [np.asarray(ids, words.dtype)], batch_size=1)
+        found: list[float] = (yield from pieces)[0].tolist()
         return found
 
     return ServedEmbedder(
-        location.names[0], words, embedder.max_seq_length, vector, frozenset(location.names[1:])
+        location.names[0], words, embedder.max_seq_length, embed, frozenset(location.names[1:])
     )

@@ -6,9 +6,11 @@
     stream.next() -> Delta       <-- loop --     engine.step(): one callback per step for all sequences
     stream.close()               -- queue -->    engine.abort
     call(function)               -- queue -->    function(engine), between two steps
+    compute(client, pieces)      -- queue -->    one piece after another, between two steps
 
-Only this thread touches the engine, so the engine needs no locks. `call` runs any function between two steps, such as a
-weight update, a read of statistics or an embedding.
+Only this thread touches the engine, so the engine needs no locks. `call` runs any short function between two steps, such as
+a read of statistics. `compute` is for work that takes longer than a step, such as an embedding. Beside running sequences its
+pieces get as much time as the steps, so that streams keep half of their speed, and clients take turns.
 
 The engine thread never waits for a slow reader. Unread deltas of a stream are merged into *one*, whose size is bounded by
 the output length. The response writer drops a reader that stalls. A stream that is closed early is aborted: its pages are
@@ -25,13 +27,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from whorl.engine.request import Alternatives, Delta, FinishReason, Request, Token
 from whorl.errors import ProducerError
+from whorl.serve.worker.fair_queue import FairQueue
 
 LOG = logging.getLogger("whorl.serve")
 T = TypeVar("T")
@@ -148,6 +151,29 @@ class Stream:
         self._event.set()
 
 
+class _Job:
+    """A generator with its result, as `EngineWorker.compute` runs it."""
+
+    def __init__(self, pieces: Generator[None, None, Any]) -> None:
+        self.pieces, self.future = pieces, Future[Any]()
+
+    def run_piece(self) -> bool:
+        """Run until the next `yield`. Returns False at the end, or if nobody waits for the result."""
+        try:
+            if self.future.cancelled():
+                self.pieces.close()
+                return False
+            next(self.pieces)
+            return True
+        except StopIteration as end:
+            result, error = end.value, None
+        except BaseException as problem:
+            result, error = None, problem
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(result) if error is None else self.future.set_exception(error)
+        return False
+
+
 class EngineWorker:
     """The thread of an engine.
 
@@ -163,6 +189,9 @@ class EngineWorker:
         self.error: BaseException | None = None
         self.streams: dict[str, Stream] = {}  # used only in the event loop
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: FairQueue[_Job] = FairQueue()
+        self._job: _Job | None = None  # the one whose pieces run
+        self._job_seconds = 0.0  # that pieces may take now; negative after a long one
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -225,6 +254,19 @@ class EngineWorker:
         self._commands.put(run)
         return await asyncio.wrap_future(future)
 
+    async def compute(self, client: str, pieces: Generator[None, None, T]) -> T:
+        """Run a generator in the engine thread, a piece at a time; return its value or raise its exception.
+
+        One job runs to its end before the next begins, so that only one holds its memory.
+        """
+        if self.error is not None or self._thread is None:
+            raise RuntimeError("the engine is not running")
+        job = _Job(pieces)
+        self._jobs.put(client, job)
+        self._commands.put(lambda: None)  # wakes the thread
+        found: T = await asyncio.wrap_future(job.future)
+        return found
+
     # The following methods run in the engine thread.
 
     def _run(self) -> None:
@@ -232,35 +274,56 @@ class EngineWorker:
             try:
                 if not self._run_commands():
                     return
-                deltas = self.engine.step()
+                began = time.perf_counter()
+                deltas = self.engine.step() if self.engine.busy else []
                 now = time.perf_counter()
-            except Exception as error:
+            except BaseException as error:  # a panic of a library in Rust is no Exception
                 LOG.error("the engine failed", exc_info=error)
                 self.error = error
                 self._call_in_loop(lambda: self._fail_all(RuntimeError("the engine failed")))
+                self._fail_jobs()
                 return
             if deltas:
                 found = getattr(self.engine, "errors", None) or {}
                 errors = {d.request_id: found.pop(d.request_id) for d in deltas if d.request_id in found}
                 self._call_in_loop(partial(self._deliver, deltas, now, errors))
+            self._run_jobs(now - began)
 
     def _run_commands(self) -> bool:
-        """Run queued commands; block while the engine is idle. Returns False to end the thread."""
-        while True:
+        """Run the commands that are queued now; block while there is nothing to do. Returns False to end the thread."""
+        for _ in range(max(1, self._commands.qsize())):  # not those that arrive meanwhile: a step is due
             try:
-                command = self._commands.get(block=not self.engine.busy)
+                command = self._commands.get(block=not (self.engine.busy or self._job or self._jobs))
             except queue.Empty:
                 return True
             if command is None:
+                self._fail_jobs()
                 return False
             command()
+        return True
+
+    def _run_jobs(self, step_seconds: float) -> None:
+        """Run pieces of jobs: for as long as the last step took, or one piece while no sequence runs."""
+        self._job_seconds = min(self._job_seconds, 0.0) + step_seconds if self.engine.busy else 1e-9
+        while self._job_seconds > 0 and (self._job or self._jobs):
+            began = time.perf_counter()
+            self._job = self._job or self._jobs.pop()
+            if self._job is not None and not self._job.run_piece():
+                self._job = None
+            self._job_seconds -= time.perf_counter() - began
+
+    def _fail_jobs(self) -> None:
+        while (job := self._job or self._jobs.pop()) is not None:
+            self._job = None
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(RuntimeError("the engine stopped"))
 
     def _add(self, stream: Stream) -> None:
         if stream.closed:  # closed before it was added
             return
         try:
             self.engine.add(stream.request)
-        except Exception as error:
+        except BaseException as error:
             self._call_in_loop(lambda error=error: self._reject(stream, error))  # type: ignore[misc]
         else:
             if not hasattr(self.engine, "errors"):
