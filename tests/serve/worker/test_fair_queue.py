@@ -19,7 +19,7 @@ from whorl.serve.errors import ApiError
 from whorl.serve.worker import model_entry
 from whorl.serve.worker.fair_queue import FairQueue, FairThread
 from whorl.serve.worker.model_entry import mean_pooled_embedding
-from whorl.serve.worker.worker import EngineWorker
+from whorl.serve.worker.worker import JOB_SHARE, EngineWorker
 
 pytestmark = pytest.mark.anyio
 
@@ -95,7 +95,7 @@ class BusyEngine:
         return False
 
 
-async def test_jobs_take_half_of_the_time_beside_sequences() -> None:
+async def test_jobs_take_their_share_of_time_beside_sequences() -> None:
     engine, spent = BusyEngine(), list[float]()
 
     def pieces(n: int) -> Generator[None, None, int]:
@@ -114,7 +114,7 @@ async def test_jobs_take_half_of_the_time_beside_sequences() -> None:
 
     found = await asyncio.gather(*(client(name) for name in "abcd"))
     assert found == [[2] * 5] * 4 and len(spent) == 40
-    assert engine.seconds > 0.9 * (sum(spent) - max(spent))
+    assert JOB_SHARE * engine.seconds > 0.9 * (sum(spent) - max(spent))
     await worker.stop()
 
 

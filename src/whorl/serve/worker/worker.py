@@ -10,7 +10,7 @@
 
 Only this thread touches the engine, so the engine needs no locks. `call` runs any short function between two steps, such as
 a read of statistics. `compute` is for work that takes longer than a step, such as an embedding. Beside running sequences its
-pieces get as much time as the steps, so that streams keep half of their speed, and clients take turns.
+pieces get `JOB_SHARE` of the time of the steps, so that streams keep half of their speed, and clients take turns.
 
 The engine thread never waits for a slow reader. Unread deltas of a stream are merged into *one*, whose size is bounded by
 the output length. The response writer drops a reader that stalls. A stream that is closed early is aborted: its pages are
@@ -38,6 +38,7 @@ from whorl.serve.worker.fair_queue import FairQueue
 
 LOG = logging.getLogger("whorl.serve")
 T = TypeVar("T")
+JOB_SHARE = 0.75  # of the time of the steps
 
 
 class EngineProtocol(Protocol):
@@ -303,8 +304,10 @@ class EngineWorker:
         return True
 
     def _run_jobs(self, step_seconds: float) -> None:
-        """Run pieces of jobs: for as long as the last step took, or one piece while no sequence runs."""
-        self._job_seconds = min(self._job_seconds, 0.0) + step_seconds if self.engine.busy else 1e-9
+        """Run pieces of jobs: for a share of the last step's time, or one piece while no sequence runs."""
+        self._job_seconds = (
+            min(self._job_seconds, 0.0) + JOB_SHARE * step_seconds if self.engine.busy else 1e-9
+        )
         while self._job_seconds > 0 and (self._job or self._jobs):
             began = time.perf_counter()
             self._job = self._job or self._jobs.pop()
