@@ -80,7 +80,7 @@ class AppState:
         )  # boot_id differs after each start
         self._limits_by_request: dict[str, KeyLimits] = {}
         self._grammar_checker = GrammarChecker()
-        self._grammar_thread = FairThread("grammars", MAX_WAITING_GRAMMARS, MAX_GRAMMARS_PER_CLIENT)
+        self._grammar_thread = FairThread("whorl-grammar", MAX_WAITING_GRAMMARS, MAX_GRAMMARS_PER_CLIENT)
         self._embedding_places = Shares(config.max_queue, max(1, config.max_queue // 2))
 
     def close(self) -> None:
@@ -191,7 +191,11 @@ class AppState:
             self._grammar_checker.check(grammar)
             return None if compile_grammar is None else compile_ahead(compile_grammar, grammar)
 
-        return await self._grammar_thread.run(request.client, compile_checked)
+        try:
+            return await self._grammar_thread.run(request.client, compile_checked)
+        except asyncio.QueueFull:
+            message = "too many grammars wait to be compiled"
+            raise ApiError(503, message, code="queue_full", retry_after=2) from None
 
     @contextmanager
     def embedding_place(self, http: HttpRequest) -> Iterator[None]:

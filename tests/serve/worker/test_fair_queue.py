@@ -15,7 +15,6 @@ from tests.support.serve.live_server import Running, make_tiny_decoder, make_tok
 from whorl.embedding.embedder import result_of
 from whorl.engine.request import Delta
 from whorl.http.shares import Shares
-from whorl.serve.errors import ApiError
 from whorl.serve.worker import model_entry
 from whorl.serve.worker.fair_queue import FairQueue, FairThread
 from whorl.serve.worker.model_entry import mean_pooled_embedding
@@ -62,14 +61,13 @@ async def test_grammar_waits_for_one_of_another_client() -> None:
 
     heavy = [asyncio.ensure_future(run("heavy")) for _ in range(8)]
     await asyncio.sleep(0)
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(asyncio.QueueFull):
         await run("heavy")
-    assert refused.value.status_code == 503 and refused.value.headers == {"retry-after": "2"}
     other = asyncio.ensure_future(run("other"))
     await asyncio.sleep(0)
     heavy[7].cancel()  # holds its place until its turn
     await asyncio.sleep(0)
-    with pytest.raises(ApiError):
+    with pytest.raises(asyncio.QueueFull):
         await run("heavy")
     release.set()
     await asyncio.gather(*heavy, other, return_exceptions=True)
@@ -174,7 +172,7 @@ def test_embedding_in_pieces_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -
     assert result_of(mean_pooled_embedding(model, ids)) == pytest.approx(whole, abs=1e-5)
 
 
-def test_embeddings_over_the_queue_are_refused(server: Running) -> None:
+def test_embeddings_and_grammars_over_the_queue_get_503(server: Running) -> None:
     places = server.api._embedding_places
     client = "127.0.0.1"
     assert server.in_loop(lambda: places.take(client, places.limit_per_client))
@@ -183,4 +181,13 @@ def test_embeddings_over_the_queue_are_refused(server: Running) -> None:
     assert answer.json()["error"]["code"] == "queue_full"
     server.in_loop(lambda: places.give_back(client, places.limit_per_client))
     assert server.post("/v1/embeddings", json={"model": "tiny", "input": "x"}).status_code == 200
+    grammars, body = (
+        server.api._grammar_thread._places,
+        {"model": "tiny", "prompt": "x", "regex": "fair|queue"},
+    )
+    assert server.in_loop(lambda: grammars.take(client, grammars.limit_per_client))
+    answer = server.post("/v1/completions", json=body)
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "2"
+    server.in_loop(lambda: grammars.give_back(client, grammars.limit_per_client))
+    assert server.post("/v1/completions", json=body | {"max_tokens": 2}).status_code == 200
     assert places.total == 0

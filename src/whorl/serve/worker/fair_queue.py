@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from whorl.http.shares import Shares
-from whorl.serve.errors import ApiError
 
 T = TypeVar("T")
 
@@ -54,23 +53,22 @@ class FairThread:
     """A thread that runs functions for the clients of one event loop, in turns.
 
     Args:
-        name: of what is computed, in the plural. limit, limit_per_client: functions that may wait or run.
+        name: of the thread. limit, limit_per_client: functions that may wait or run.
     """
 
     def __init__(self, name: str, limit: int, limit_per_client: int) -> None:
-        self.name = name
         self._places = Shares(limit, limit_per_client)
         self._queue: FairQueue[tuple[str, Future[Any], Callable[[], Any]]] = FairQueue()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"whorl-{name}")
+        self._thread = ThreadPoolExecutor(1, name)
 
     async def run(self, client: str, function: Callable[[], T]) -> T:
         """Return function() or raise its exception. A place is held until the function has run, also if nobody waits.
 
         Raises:
-            ApiError: 503, too many wait.
+            asyncio.QueueFull: too many wait.
         """
         if not self._places.take(client):
-            raise ApiError(503, f"too many {self.name} wait", code="queue_full", retry_after=2)
+            raise asyncio.QueueFull
         future = Future[T]()
         self._queue.put(client, (client, future, function))
         self._thread.submit(self._run_next, asyncio.get_running_loop())
