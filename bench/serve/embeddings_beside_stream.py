@@ -2,8 +2,8 @@
 
     python bench/serve/embeddings_beside_stream.py [--quick]     (--quick: 10 s in place of 60)
 
-A server of a small model runs in a separate process. One client streams completions, alone for a while, and then beside
-four clients that send requests of 20 texts of 1,000 ids each, one after another. A second figure is the longest time
+A server of a small model runs in a separate process. One client streams completions, alone for a while, and then while
+four clients send requests of 20 texts of 1,000 ids each, one after another. A second figure is the longest time
 between two tokens of the stream.
 """
 

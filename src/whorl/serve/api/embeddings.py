@@ -1,8 +1,8 @@
 """POST /v1/embeddings, /tokenize and /detokenize: endpoints without generation, so no sequence is scheduled.
 
 The embedding of a language model is the mean of its last hidden states (`mean_pooled_embedding`); an embedder model is
-trained for the task. Both are unit vectors. They are computed in the engine thread, in pieces between its steps, beside
-which streams keep half of their speed (`EngineWorker.compute`). Requests of several clients take turns after each text.
+trained for the task. Both are unit vectors. They are computed in the engine thread, in pieces between its steps, and
+streams meanwhile keep half of their speed (`EngineWorker.compute`). Requests of several clients take turns after each text.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class FairQueue(Generic[T]):
             self._items.setdefault(client, deque()).append(item)
 
     def pop(self) -> T | None:
-        """Return the oldest item of the next client, behind which the last one stands; None if the queue is empty."""
+        """Return the oldest item of the client that is next in turn; None if the queue is empty."""
         with self._lock:
             if (own := self._items.pop(self._last, None)) is not None:
                 self._items[self._last] = own
@@ -62,7 +62,7 @@ class FairThread:
         self._thread = ThreadPoolExecutor(1, name)
 
     async def run(self, client: str, function: Callable[[], T]) -> T:
-        """Return function() or raise its exception. A place is held until the function has run, also if nobody waits.
+        """Return function() or raise its exception. A place is held until the turn has passed, also if the caller is cancelled.
 
         Raises:
             asyncio.QueueFull: too many wait.

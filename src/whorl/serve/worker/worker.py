@@ -9,7 +9,7 @@
     compute(client, pieces)      -- queue -->    one piece after another, between two steps
 
 Only this thread touches the engine, so the engine needs no locks. `call` runs any short function between two steps, such as
-a read of statistics. `compute` is for work that takes longer than a step, such as an embedding. Beside running sequences its
+a read of statistics. `compute` is for work that takes longer than a step, such as an embedding. While sequences run, its
 pieces get `JOB_SHARE` of the time of the steps, so that streams keep half of their speed, and clients take turns.
 
 The engine thread never waits for a slow reader. Unread deltas of a stream are merged into *one*, whose size is bounded by
@@ -159,7 +159,7 @@ class _Job:
         self.pieces, self.future = pieces, Future[Any]()
 
     def run_piece(self) -> bool:
-        """Run until the next `yield`. Returns False at the end, or if nobody waits for the result."""
+        """Run until the next `yield`. Returns False at the end, or if the caller was cancelled."""
         try:
             if self.future.cancelled():
                 self.pieces.close()
@@ -191,7 +191,7 @@ class EngineWorker:
         self.streams: dict[str, Stream] = {}  # used only in the event loop
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs: FairQueue[_Job] = FairQueue()
-        self._job: _Job | None = None  # the one whose pieces run
+        self._job: _Job | None = None  # begun and not ended
         self._job_seconds = 0.0  # that pieces may take now; negative after a long one
         self._idle = asyncio.Event()
         self._idle.set()
