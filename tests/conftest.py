@@ -71,9 +71,15 @@ def torch_kernels() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_settings() -> Iterator[None]:
-    """Fail a test that leaves a setting of Whorl in the environment, where it decides later tests of its worker."""
+    """Fail a test that leaves a setting of Whorl in the environment, where it decides later tests of its worker.
+
+    The code that data may name is withdrawn: recipes and commands permit it for the rest of their process.
+    """
     before = _settings()
     yield
+    os.environ.pop("WHORL_CODE", None)
+    if "WHORL_CODE" in before:
+        os.environ["WHORL_CODE"] = before["WHORL_CODE"]
     assert _settings() == before, "restore os.environ, with monkeypatch for one"
 
 

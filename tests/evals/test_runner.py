@@ -19,6 +19,7 @@ from whorl.evals.results_io import items_file, load_results, save_results
 from whorl.evals.runner import evaluate
 from whorl.evals.tasks import EvalTask, make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.registry import permit_code
 
 RECORDS = [
     {"id": str(i), "q": f"{i}?", "c": ["yes", "no"], "a": i % 2, "text": f"t{i // 2}"} for i in range(6)
@@ -87,6 +88,7 @@ class Twice(Kind):
 
 
 def test_items_advance_together_by_rounds_and_roles() -> None:
+    permit_code(f"{__name__}:Twice")
     made = quiz(kind=f"{__name__}:Twice")
     model, judge = by_text(lambda q: f"answer to {q}"), by_text(lambda q: "good")
     result = evaluate(model, [made], roles={"judge": judge})[0]

@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from whorl.api.data import IdData, TextData, is_token_ids, write_id_split, write_text_split
 from whorl.api.model import Model, load
-from whorl.errors import ConfigError
 from whorl.evals.likelihood import perplexity
 from whorl.machine.device_probe import probe
 from whorl.models import LanguageModel, save_model
@@ -23,7 +20,7 @@ from whorl.tokens.shards import TokenSet
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.progress import Progress, ProgressTask
 from whorl.tracking.run import MetricsLog, event_record
-from whorl.train.job import Job
+from whorl.train.job import job_of_program
 from whorl.train.lm.pretrain import pretrain
 
 
@@ -108,15 +105,7 @@ def train(
         "tokens": str(tokens), "model": shape, "steps": steps,
         "device": machine.device, "dtype": machine.dtype, "threads": machine.threads, "compile": steps >= 1000, **job,
     }  # fmt: skip
-    try:
-        settled = Job.model_validate(settings)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise ConfigError(
-            f"{'.'.join(map(str, problem['loc']))} is {problem['input']!r}",
-            expected=str(problem["msg"]).lower(),
-            do="see whorl.train.job.Job for the fields",
-        ) from error
+    settled = job_of_program(settings)
     with progress.task("Training", total=steps, unit="steps") as task:
         log = _Log(folder / "metrics.jsonl", token_set, steps, task, has_text=learned is not None)
         network = pretrain(settled, folder / "checkpoints", log, log=progress.log)

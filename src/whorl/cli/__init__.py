@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from keyword import iskeyword
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -162,7 +162,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback(invoke_without_command=True)(_version)  # `--version` needs no verb
+    app.callback(invoke_without_command=True)(_global_options)  # `--version` needs no verb
     for name, folder in VERBS.items():
         inside = name.replace("-", "_") + "_" * iskeyword(name)  # `import` cannot name a module
         module = importlib.import_module(f"whorl.cli.{folder}.{inside}")
@@ -176,9 +176,18 @@ def build_app() -> typer.Typer:
     return app
 
 
-def _version(
+def _global_options(
     version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
+    code: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE:ATTRIBUTE", help="Code that records, task files and model folders may name."
+        ),
+    ] = None,
 ) -> None:
+    from whorl.registry import permit_code
+
+    with_error_handling(permit_code)(*code or ())
     if version:
         import whorl
 

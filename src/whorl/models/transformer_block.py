@@ -95,7 +95,7 @@ def make_mixer(
 
 
 def _custom_mixer(d_model: int, mixer: CustomMixer, generator: torch.Generator | None) -> nn.Module:
-    cls = MIXERS.get(mixer.kind)
+    cls = MIXERS.get(mixer.kind, named_by="mixers")
     missing = [name for name in ("forward", "new_state", "cache_spec") if not hasattr(cls, name)]
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)) or missing:
         raise ConfigError(

@@ -12,14 +12,15 @@
 A mistake raises ConfigError with file, line, the value found and the value expected. For an unknown key or step the error
 gives the nearest known one, for a renamed one the new name. Parents, cycles and values are checked too.
 `--set step.field=value` replaces one value and is checked in the same way. A table [kernels], or `--set kernels.NAME=WAY`,
-forces choices of kernels in all steps (`machine/forced_choices.py`).
+forces choices of kernels in all steps (`machine/forced_choices.py`). `code = ["my_rewards:length"]` names functions and
+classes that records and model folders may use, in addition to those that the steps name.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -35,6 +36,7 @@ from whorl.recipes.old_names import leaf_paths, refuse_old_key
 from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
 from whorl.recipes.renamed import ROLES, STEPS
 from whorl.recipes.toml_lines import key_lines, line_of
+from whorl.registry import code_named_in, permit_code
 
 MAX_CHAIN = 200  # steps in a chain of parents; the lineage nests as deep
 STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -54,7 +56,8 @@ class RecipeStep:
 class Recipe:
     """A validated recipe; its steps are in topological order, parents first.
 
-    log: metric sinks with their settings. kernels: forced choices. Neither is part of any address.
+    log: metric sinks with their settings. kernels: forced choices. code: what data may name (`whorl.registry`). None of
+        them is part of any address.
     shrunk: sizes that a `--budget` below the recipe's has lowered, as "step.field": value.
     """
 
@@ -64,6 +67,11 @@ class Recipe:
     log: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     shrunk: Mapping[str, float] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
+    code: Sequence[str] = ()
+
+    def permit_code(self) -> None:
+        """Permit the data of this run to name the code that the recipe names."""
+        permit_code(*self.code)
 
     def to_json(self) -> dict[str, Any]:
         """Return the resolved recipe with every value, defaults included."""
@@ -176,7 +184,7 @@ class _RecipeParser:
         self, data: dict[str, Any], sets: Iterable[str], budget: str | None, deterministic: bool = False
     ) -> Recipe:
         for key in data:
-            if key not in (keys := ("name", "about", "steps", "log", "kernels")):
+            if key not in (keys := ("name", "about", "steps", "log", "kernels", "code")):
                 raise ConfigError(f"{self.location(key)}: unknown key {key!r}", expected=one_of(key, keys))
         tables = data.get("steps")
         if not isinstance(tables, dict) or not tables:
@@ -221,7 +229,11 @@ class _RecipeParser:
         log = data.get("log", {})
         if not isinstance(log, dict) or not all(isinstance(table, dict) for table in log.values()):
             raise ConfigError(f"{self.location('log')}: log is not a table of tables", expected="[log.wandb]")
-        return Recipe(name, str(data.get("about", "")), steps, log, shrunk_sizes, kernels)
+        code = data.get("code", [])
+        if not isinstance(code, list) or list(code_named_in(code)) != code:
+            raise ConfigError(f"{self.location('code')}: code is {code!r}", expected='["module:attribute"]')
+        code = [*code, *code_named_in(tables)]
+        return Recipe(name, str(data.get("about", "")), steps, log, shrunk_sizes, kernels, code)
 
     def kind_of(self, step: str, table: Any) -> StepKind:
         location = self.location("steps", step)

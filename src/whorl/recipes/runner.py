@@ -70,6 +70,7 @@ def run_recipe(
         WhorlError: from a step or the store; finished steps are kept.
     """
     start = time.monotonic()
+    recipe.permit_code()
     wanted = [until] if isinstance(until, str) else [*(until or ())]
     selected = recipe.with_ancestors(*wanted) if until is not None else recipe
     safe_sinks = SafeSinks(sinks, progress.log)

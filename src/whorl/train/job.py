@@ -8,16 +8,19 @@ these out.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from whorl.errors import ConfigError
 from whorl.machine.memory import MemoryText
 from whorl.models import TransformerConfig
 from whorl.models.legacy_config import upgrade_transformer
 from whorl.models.transformer_block import YARN_FACTOR
+from whorl.registry import code_named_in, permit_code
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamConfig
 from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, SpikeGuardConfig
@@ -125,6 +128,25 @@ def identity(job: Job) -> dict[str, Any]:
         inside: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
         whole["stream"] = job.stream.model_dump(mode="json", exclude=inside)
     return {**whole, "data": TokenSet(Path(job.tokens)).split("train").fingerprint}
+
+
+def job_of_program(settings: Mapping[str, Any]) -> Job:
+    """Return the job of a Python program, and permit the code that its settings name (`whorl.registry`).
+
+    Raises:
+        ConfigError: a setting does not exist or is wrong.
+    """
+    try:
+        job = Job.model_validate(settings)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ConfigError(
+            f"{'.'.join(map(str, problem['loc']))} is {problem['input']!r}",
+            expected=str(problem["msg"]).lower(),
+            do="see whorl.train.job.Job for the fields",
+        ) from error
+    permit_code(*code_named_in(job.model_dump()))
+    return job
 
 
 @dataclass(frozen=True)

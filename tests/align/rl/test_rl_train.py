@@ -44,6 +44,7 @@ from whorl.machine.device_probe import probe
 from whorl.objectives.llm_policy import PRESETS, CompletionTokens, policy_loss
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup, ReplicaError
+from whorl.registry import permit_code
 from whorl.train.learner.learner import UpdateState
 from whorl.train.resilience.oom_advice import OutOfMemoryError
 from whorl.train.resilience.preemption import PreemptedError
@@ -206,6 +207,7 @@ def test_entropy_bonus_raises_entropy(lora: LoRAConfig | None, folder: Path) -> 
 
 
 def test_verifier_error_is_counted(folder: Path) -> None:
+    permit_code("json:loads")
     _, history, _ = train(folder, verifier="custom:json:loads")
     assert len(history) == SMALL.steps
     assert all(t["verifier_errors"] > 0 and np.isfinite(t["policy_loss"]) for t in history)
@@ -238,6 +240,7 @@ def test_killed_lockstep_worker_keeps_bits(folder: Path, tmp_path: Path, monkeyp
     Killed during verification; the next worker draws tasks from the learner's curriculum.
     """
     monkeypatch.setenv("WHORL_TEST_STRIKES", str(tmp_path))
+    permit_code("tests.support.align.killing_verifier:verify")
     run = partial(train, folder, verifier="custom:tests.support.align.killing_verifier:verify")
     config = LEARNING.model_copy(update={"prompts_per_step": 4})
     serial, history, _ = run(config)

@@ -90,6 +90,12 @@ def test_verifier_failures_are_reported(home: Path) -> None:
     line = {"id": "t", "prompt": "1+1=", "verifier": "custom:no_such_module:f"}
     (home / "failing.jsonl").write_text(json.dumps(line) + "\n")
     words = ("--tasks", "failing.jsonl", "--samples", 2, "--max-tokens", 4, "--dtype", "float32")
-    output = succeed(home, "eval-scaling", "pretrain", *words, "--out", "failing.html").output
+    refused = invoke(home, "eval-scaling", "pretrain", *words)
+    assert (
+        refused.exit_code == 2
+        and "task 't': verifier 'custom:no_such_module:f' names the code" in refused.stderr
+    )
+    words = ("pretrain", *words, "--out")
+    output = succeed(home, "--code", "no_such_module:f", "eval-scaling", *words, "failing.html").output
     assert "2 verifications failed and count as incorrect" in output and "ModuleNotFoundError" in output
     assert "ModuleNotFoundError" in (home / "failing.html").read_text()

@@ -16,6 +16,7 @@ from whorl.evals.runner import evaluate
 from whorl.evals.statistics.seeds import variance_components
 from whorl.evals.tasks import make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.registry import permit_code
 
 SUMS = [{"id": str(i), "q": f"{i} + {i} =", "a": f"#### {2 * i}"} for i in range(6)]
 
@@ -120,6 +121,7 @@ vowels.scores = {"vowels": Metric("vowels", "letters", None, 0.0, None)}  # type
 
 
 def test_metric_of_a_user_and_conversations() -> None:
+    permit_code(f"{__name__}:vowels")
     made = task(SUMS[:1], chat=True, options={"metric": f"{__name__}:vowels"})
     result = evaluate(by_text(lambda _: "aeroplane"), [made])[0]
     assert result.measure("vowels").value == 5 and result.measure("vowels").unit == "letters"

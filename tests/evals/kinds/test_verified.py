@@ -13,6 +13,7 @@ from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
 from whorl.evals.tasks import make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.registry import permit_code
 
 SUM = {"id": "s", "prompt": "2+3=", "answer": "5", "verifier": "0.2 format(.*[0-9].*) + 0.8 numeric"}
 CODE = {"id": "c", "prompt": "def f(x):\n", "answer": ">>> f(2)\n4", "verifier": "doctest"}
@@ -46,6 +47,7 @@ def test_limit_and_broken_verifier_are_no_wrong_answers() -> None:
     config = {"name": "v", "kind": "verify", "template": "{{ prompt }}", "gold": "answer"}
     cut = FakeBackend(lambda _: Completion("so", finish="length"))
     assert evaluate(cut, [make_task(parse_task(config, "v"), [SUM])])[0].outcomes == {"truncated": 1}
+    permit_code("tests.support.evals.verify_functions:raises")
     broken = SUM | {"verifier": "custom:tests.support.evals.verify_functions:raises"}
     result = run([broken], {"2+3=": "5"})
     assert result.outcomes == {"error": 1} and result.measure("passed").bounds == (0.0, 1.0)

@@ -18,6 +18,7 @@ from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Req
 from whorl.evals.system.backend import SystemBackend
 from whorl.evals.system.config import read_system
 from whorl.evals.system.retrieval import Bm25Index
+from whorl.registry import permit_code
 
 DOCUMENTS = [
     "Zebras eat grass.",
@@ -77,6 +78,7 @@ def test_guard_blocks_prompts_and_answers(tmp_path: Path) -> None:
         assert isinstance(request, GenerateRequest)
         return Completion("The secret is 5." if "secret" in str(request.prompt) else "YES OF COURSE")
 
+    permit_code(f"{__name__}:shout")
     guard = {"patterns": ["(?i)bomb", "secret is"], "check": f"{__name__}:shout", "answer": "No."}
     backend, model = system(tmp_path, answer, guard=guard)
     assert ask(backend, "Build a Bomb", "What is the secret?", "hello") == [Completion("No.")] * 3

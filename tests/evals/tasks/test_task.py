@@ -16,6 +16,7 @@ from whorl.evals.kinds.kind import Kind, Metric
 from whorl.evals.model.requests import GenerateRequest
 from whorl.evals.tasks import EvalTask, TaskConfig, load_task, make_task, read_task_file
 from whorl.evals.tasks.config import parse_task
+from whorl.registry import permit_code
 
 
 class Echo(Kind):
@@ -29,6 +30,12 @@ class Echo(Kind):
 
 RECORDS = [{"id": f"q{i}", "q": f"{i} + 1 =", "a": i + 1, "text": f"t{i // 2}"} for i in range(4)]
 TRAIN = [{"id": f"x{i}", "q": f"{i} + 2 =", "a": i + 2, "text": ""} for i in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def permitted() -> None:
+    """Let the tasks of these tests name the class above."""
+    permit_code(f"{__name__}:Echo")
 
 
 def config(**fields: Any) -> TaskConfig:

@@ -6,6 +6,7 @@ import pytest
 
 from whorl.evals.verify import VERIFIERS, VerifiableTask, pass_criterion
 from whorl.evals.verify.registry import PASS_CRITERIA
+from whorl.registry import permit_code
 
 
 def task(verifier: str) -> VerifiableTask:
@@ -25,6 +26,7 @@ def task(verifier: str) -> VerifiableTask:
     ],
 )
 def test_criterion_is_said_in_words(verifiers: list[str], text: str) -> None:
+    permit_code("mine:check")
     assert pass_criterion([task(verifier) for verifier in verifiers]).startswith(text)
 
 

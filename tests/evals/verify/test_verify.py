@@ -29,6 +29,7 @@ from whorl.evals.verify import (
 )
 from whorl.evals.verify.program_verifiers import without_examples
 from whorl.evals.verify.text_verifiers import extract_answer, extract_choice, last_number
+from whorl.registry import permit_code
 from whorl.sandbox import ResourceLimits, Sandbox
 
 ROOT = Path(__file__).parents[3]
@@ -270,6 +271,9 @@ def test_custom_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = {"length": "passed", "partial": "nearly", "raises": "raised", "not_a_number": "raised"}
     outcomes |= {"hangs": "timeout", "exits": "timeout", "missing": "raised"}
     names = [*outcomes, "length"]
+    permit_code(
+        *(f"{module.removeprefix('custom:')}:{name}" for name in [*outcomes, "same"]), "no_such_module:f"
+    )
     tasks = [chat, *(text_task(f"{module}:{name}") for name in names), text_task("custom:no_such_module:f")]
     verdicts = verify_all(tasks, ["a", *["0123456789"] * len(names), ""])
     kinds = ["passed", *(outcomes[name] for name in names), "raised"]
@@ -286,8 +290,10 @@ def test_custom_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hanging_verifier_dies_with_killed_worker(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     code = f"""
+import os
 from whorl.evals.verify import VerifiableTask, verify_all
 verifier = "custom:tests.support.evals.verify_functions:writes_pid_and_hangs"
+os.environ["WHORL_CODE"] = verifier.removeprefix("custom:")
 verify_all([VerifiableTask("a", "?", verifier=verifier, answer={str(pid_file)!r})], ["x"])
 """
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as worker:

@@ -14,6 +14,7 @@ from whorl.engine.request import Delta, Request, Token
 from whorl.engine.sampling_params import SamplingParams
 from whorl.models import LanguageModel, Transformer, whorl_decoder
 from whorl.models.transformer_config import CustomMixer
+from whorl.registry import permit_code
 
 GREEDY = SamplingParams(temperature=0)
 G = torch.Generator().manual_seed(3)
@@ -33,6 +34,7 @@ def decoder(**changes: Any) -> Transformer:
 def additive(window: int | None = None) -> CustomMixer:
     """A mixer from outside the package, with a cache of its own that grows per token."""
     address = "tests.support.engine.additive_attention:AdditiveAttention"
+    permit_code(address)
     return CustomMixer(kind=address, options={"window": window})
 
 

@@ -152,7 +152,7 @@ class Generate(Kind):
     def load_metric(self) -> Any:
         """Return the metric. Raises ConfigError: it does not exist, or has no such option."""
         try:
-            return get_metric(self.metric_name, self.metric_options())
+            return get_metric(self.metric_name, self.metric_options(), named_by="options.metric")
         except ConfigError as error:
             raise ConfigError(
                 f"task {self.config.name}: {error.what}", expected=error.expected, do=error.do

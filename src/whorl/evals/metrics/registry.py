@@ -57,13 +57,15 @@ class ProgramMetric:
     grade: Callable[[ProgramResult], Graded]
 
 
-def get_metric(name: str, options: Mapping[str, Any] | None = None) -> Any:
+def get_metric(name: str, options: Mapping[str, Any] | None = None, *, named_by: str = "") -> Any:
     """Return a metric by its name or "module:attribute", after a check of its options.
 
+    named_by: see `Registry.get`.
+
     Raises:
-        ConfigError: it does not exist, or has no such option.
+        ConfigError: it does not exist, has no such option, or is code that data may not name.
     """
-    metric = METRICS.get(name)
+    metric = METRICS.get(name, named_by=named_by)
     function = metric.build if isinstance(metric, ProgramMetric) else metric
     parameters = inspect.signature(function).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -76,9 +76,9 @@ class SystemBackend:
             settings["retrieval"]["documents"] = hashlib.sha256(
                 "\0".join(documents).encode("utf-8", "replace")
             ).hexdigest()
-        self._check: Guard | None = (
-            GUARDS.get(config.guard.check) if config.guard and config.guard.check else None
-        )
+        self._check: Guard | None = None
+        if config.guard and config.guard.check:
+            self._check = GUARDS.get(config.guard.check, named_by=f"system {config.name}: guard.check")
         self.address = extend_address(model.address, {"system": settings})
         self.n_blocked = 0
 

@@ -80,7 +80,7 @@ class EvalTask:
     def kind(self) -> Kind:
         """The kind, which makes requests of items and scores responses."""
         try:
-            found = KINDS.get(self.config.kind)
+            found = KINDS.get(self.config.kind, named_by="kind")
         except ConfigError as error:
             raise ConfigError(
                 f"task {self.config.name}: {error.what}", expected=error.expected, do=error.do

@@ -22,6 +22,7 @@ from whorl.data.record_fields import (
 )
 from whorl.data.record_files import converted_records
 from whorl.errors import DOCS_URL
+from whorl.evals.verify.registry import parse_verifiers
 from whorl.evals.verify.task import VerifiableTask
 
 
@@ -37,7 +38,11 @@ def read_tasks(path: Path, quarantine: Quarantine, *, split: str = "train") -> I
 
 
 def to_task(record: Mapping[str, Any]) -> VerifiableTask:
-    """Convert a record with `prompt` or `messages`, `verifier`, `answer`, `difficulty`. Raises BadRecordError."""
+    """Convert a record with `prompt` or `messages`, `verifier`, `answer`, `difficulty`.
+
+    Raises:
+        BadRecordError: a field is missing or wrong. ConfigError: `verifier` is code that is not permitted.
+    """
     if not (has_field(record, "prompt") or has_field(record, "messages")):
         raise unknown_shape(record, "prompt or messages, verifier, answer")
     field = "prompt" if has_field(record, "prompt") else "messages"
@@ -54,5 +59,7 @@ def to_task(record: Mapping[str, Any]) -> VerifiableTask:
     difficulty = record.get("difficulty") or 0.0
     if not isinstance(difficulty, int | float):
         raise BadRecordError("bad_field", "difficulty", f"is {type_name(difficulty)}, not a number")
-    verifier = text_field(record, "verifier")
-    return VerifiableTask(source_and_id(record)[1], text, messages, verifier, answer, float(difficulty))
+    verifier, name = text_field(record, "verifier"), source_and_id(record)[1]
+    if "custom:" in verifier:
+        parse_verifiers(verifier, f"task {name!r}: ")
+    return VerifiableTask(name, text, messages, verifier, answer, float(difficulty))

@@ -4,7 +4,9 @@
     format                      text_verifiers.py       compare the form
     compiles                    program_verifiers.py    parse
     doctest, unittest           program_verifiers.py    run in the sandbox
-    custom:module:function      custom_verifier.py      call a user's function in a separate process
+    custom:module:function      custom_verifier.py      call a user's function in a separate process, outside the sandbox
+
+A record comes from anyone, so it may name a function only if a recipe or a command line does (`whorl.registry`).
 
 A task names its verifier, or a weighted sum: "0.1 format(<answer>) + 0.9 numeric" gives 0.1 for the form and 0.9 for
 the number. The text in parentheses replaces the task's answer for that term. A sum has passed if every term has.
@@ -28,6 +30,7 @@ from whorl.evals.verify import text_verifiers as answers
 from whorl.evals.verify.custom_verifier import verify_custom
 from whorl.evals.verify.program_verifiers import SandboxVerifier
 from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.registry import check_permitted
 from whorl.sandbox import Program, Sandbox
 
 Verifier = Callable[[VerifiableTask, str], Verdict] | SandboxVerifier
@@ -49,6 +52,7 @@ PASS_CRITERIA = {
     "doctest": "the examples of the docstring give the expected output",
     "unittest": "all tests of the task succeed",
 }
+OWN_CUSTOM = frozenset({"custom:whorl.align.data.reasoning_gym:score_completion"})
 _VERIFIER_PATTERN = re.compile(
     r"(?:(?P<weight>\d+(?:\.\d*)?|\.\d+)\s*\*?\s+)?(?P<name>\w+(?::[\w.]+:\w+)?)(?:\((?P<answer>.*)\))?",
     re.DOTALL,
@@ -64,13 +68,23 @@ class WeightedVerifier:
     answer: str | None
 
 
-@cache
-def parse_verifiers(verifier: str) -> tuple[WeightedVerifier, ...]:
+def parse_verifiers(verifier: str, named_by: str = "") -> tuple[WeightedVerifier, ...]:
     """Return the verifiers named by a task's `verifier`, with their weights.
 
+    named_by: the task, for the message.
+
     Raises:
-        ConfigError: the text cannot be parsed or names an unknown verifier.
+        ConfigError: the text cannot be parsed, or names an unknown verifier or code that is not permitted.
     """
+    found = _parse(verifier)
+    for term in found:
+        if term.name.startswith("custom:") and term.name not in OWN_CUSTOM:
+            check_permitted(term.name.removeprefix("custom:"), f"{named_by}verifier {verifier!r}")
+    return found
+
+
+@cache
+def _parse(verifier: str) -> tuple[WeightedVerifier, ...]:
     verifiers = []
     for text in re.split(r"\s\+\s(?![^()]*\))", verifier.strip()):
         match = _VERIFIER_PATTERN.fullmatch(text.strip())
@@ -118,7 +132,11 @@ def verify_all(
         raise DataError(
             f"{len(tasks)} tasks with {len(completions)} completions", expected="one completion for each task"
         )
-    jobs = [(i, term) for i, task in enumerate(tasks) for term in parse_verifiers(task.verifier)]
+    jobs = [
+        (i, term)
+        for i, task in enumerate(tasks)
+        for term in parse_verifiers(task.verifier, f"task {task.id!r}: ")
+    ]
     for i, term in jobs:
         if sandbox is None and isinstance(VERIFIERS.get(term.name), SandboxVerifier):
             raise ConfigError(

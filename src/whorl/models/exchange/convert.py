@@ -127,7 +127,7 @@ def import_model(
     try:
         model = _meta_model(config, dtype)
     except ConfigError as error:  # a layer rejects its sizes
-        raise ConfigError(f"{where}: {error.what}", expected=error.expected) from error
+        raise ConfigError(f"{where}: {error.what}", expected=error.expected, do=error.do) from error
     shards = Shards(folder)
     own = model.state_dict()
     rules = family.rules(config)
