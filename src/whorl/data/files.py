@@ -8,6 +8,7 @@ file.
 
 from __future__ import annotations
 
+import bz2
 import io
 import posixpath
 from collections.abc import Sequence
@@ -89,10 +90,15 @@ def open_decompressed(uri: str) -> BinaryIO:
         return open_file(uri)
     import pyarrow as pa
 
-    # Unlike the zstd and gzip modules, Arrow's stream bounds its output and reports a truncated end.
-    source = pa.PythonFile(open_file(uri), mode="r") if is_url(uri) else pa.OSFile(uri)
-    raw = _Bounded(pa.CompressedInputStream(source, compression(uri)), max(BOMB_BYTES, BOMB_RATIO * size))
-    return io.BufferedReader(raw, 1 << 16)
+    # Unlike the zstd and gzip modules, Arrow's stream bounds its output and reports a truncated end; of bz2, it does not
+    # read an empty stream that another follows.
+    stream: Any
+    if compression(uri) == "bz2":
+        stream = bz2.BZ2File(open_file(uri) if is_url(uri) else uri)
+    else:
+        source = pa.PythonFile(open_file(uri), mode="r") if is_url(uri) else pa.OSFile(uri)
+        stream = pa.CompressedInputStream(source, compression(uri))
+    return io.BufferedReader(_Bounded(stream, max(BOMB_BYTES, BOMB_RATIO * size)), 1 << 16)
 
 
 class _Bounded(io.RawIOBase):
@@ -115,7 +121,7 @@ class _Bounded(io.RawIOBase):
         try:
             while n < len(view) and (found := self.stream.readinto(view[n : n + DECODED_BYTES])):
                 n += found
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             self.error = error
             if not n:
                 raise

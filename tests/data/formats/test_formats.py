@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import itertools
@@ -26,7 +27,8 @@ from whorl.data.formats.jsonl import parse_object
 from whorl.data.quarantine import BadRecordError
 from whorl.errors import ConfigError
 
-TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
+MARK = "\ufeff"  # at the start of a text, a byte-order mark
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters=MARK), max_size=40)
 
 
 def jsonl(path: Path, texts: list[str]) -> None:
@@ -163,6 +165,29 @@ def test_damage_is_one_last_record(tmp_path: Path, suffix: str) -> None:
     assert isinstance(record.value, BadRecordError) and record.value.reason == "damaged"
     (record,) = open_format(str(path)).records(str(tmp_path / f"none{suffix}"))
     assert isinstance(record.value, BadRecordError) and record.value.reason == "unreadable"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("zst", zstandard.compress)]
+)
+def test_members_of_a_compressed_file_are_joined(tmp_path: Path, suffix: str, compress: Any) -> None:
+    lines = [json.dumps({"text": str(n)}).encode() + b"\n" for n in range(4)]
+    path = tmp_path / f"a.jsonl.{suffix}"
+    path.write_bytes(b"".join(compress(part) for part in (lines[0], b"", lines[1] + lines[2], lines[3])))
+    assert texts_of(list(open_format(str(path)).records(str(path)))) == ["0", "1", "2", "3"]
+
+
+def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    contents = {"a.txt": f"{MARK}x", "a.jsonl": MARK + '{"text": "x"}', "a.json": MARK + '[{"text": "x"}]'}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        reader = open_format(str(tmp_path / name), {".json": "jsonl"})
+        assert texts_of(list(reader.records(str(tmp_path / name)))) == ["x"], name
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(tmp_path / "a.txt", "a.txt")
+        archive.add(tmp_path / "a.jsonl", "b.json")
+    reader = open_format("a.tar")
+    assert texts_of(list(reader.records(str(tmp_path / "a.tar")))) == ["x", "x"]
 
 
 def test_tar_rejects_long_members_unread(tmp_path: Path) -> None:

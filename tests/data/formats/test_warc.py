@@ -112,7 +112,19 @@ def test_content_encoding_is_undone(tmp_path: Path, name: str) -> None:
     assert [outcome(r) for r in found] == ["decoded text", "stored decoded", "too_large"]
 
 
-@pytest.mark.parametrize("name", ["gzip", "br"])
+@pytest.mark.parametrize("name", ["gzip", "zstd"])
+def test_all_members_of_a_body_are_read(tmp_path: Path, name: str) -> None:
+    encode, header = ENCODERS[name], f"Content-Encoding: {name}\r\n"
+    html = page("a text of two members")
+    body = encode(b"") + encode(html[:50]) + encode(html[50:])
+    padded = body + (b"garbage" if name == "gzip" else b"\x50\x2a\x4d\x18\x04\0\0\0skip")
+    bombs = b"".join(encode(bytes(1 << 18)) for _ in range(64))
+    data = b"".join(frame(http(part, more=header)) for part in (body, padded, bombs, body[:-3]))
+    found = [outcome(record) for record in read(tmp_path, data, longest=1 << 20)]
+    assert found == ["a text of two members"] * 2 + ["too_large", "damaged"]
+
+
+@pytest.mark.parametrize("name", ["gzip", "br", "zstd"])
 def test_truncated_body_is_rejected(tmp_path: Path, name: str) -> None:
     body = ENCODERS[name](page("many words " * 50))[:-9]
     (record,) = read(tmp_path, frame(http(body, more=f"Content-Encoding: {name}\r\n")))

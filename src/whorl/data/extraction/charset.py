@@ -5,7 +5,10 @@ another encoding almost never is; then the declared encoding (HTTP header, `meta
 The exception: browsers prefer a declared single-byte encoding to valid UTF-8, and show mojibake.
 
 A declared multi-byte encoding (GBK, Shift JIS, ...) is used if the bytes are valid in it: short texts may be valid UTF-8 as
-well. A page that was cut in the middle of a character loses this character only.
+well. A page that was cut in the middle of a character loses this character only. No encoding is used in which more than
+`MAX_BAD_SHARE` of the characters are invalid, if another one remains.
+
+Names are those of the WHATWG's Encoding Standard (228 labels of 40 encodings), then Python's.
 """
 
 from __future__ import annotations
@@ -18,23 +21,28 @@ from whorl.data.quarantine import BadRecordError
 
 MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 MULTI_BYTE = {
-    "gb2312", "gbk", "gb18030", "hz", "big5", "big5hkscs", "shift_jis", "cp932", "euc_jp", "euc_kr", "cp949",
-    "iso2022_jp", "iso2022_kr",
-}  # fmt: skip
-# Encodings that the table of labels of the WHATWG replaces by larger ones.
-LARGER = {
-    "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254",
-    "gb2312": "gbk", "shift_jis": "cp932", "euc_kr": "cp949",
-}  # fmt: skip
+    "gbk",
+    "gb18030",
+    "hz",
+    "big5hkscs",
+    "cp932",
+    "euc_jp",
+    "cp949",
+    "johab",
+    "iso2022_jp",
+    "iso2022_kr",
+}
+LARGER = {"gbk": "gb18030", "euc_jp": "euc_jis_2004"}  # with more characters, some of which no page means
+WIDE = ("utf-16-le", "utf-16-be")
 META = re.compile(rb"<meta[^>]{0,500}?charset\s*=\s*[\"']?\s*([A-Za-z0-9_:.\-]{2,40})", re.IGNORECASE)
 XML = re.compile(rb"^\s*<\?xml[^>]{0,200}?encoding\s*=\s*[\"']([A-Za-z0-9_:.\-]{2,40})")
 META_BYTES = 1024
 ESCAPE = b"\x1b"  # begins a shift of ISO-2022, whose bytes are ASCII
 LONGEST_CHARACTER = 4
 CUT = ("unexpected end of data", "incomplete multibyte sequence")
-MAX_BAD_SHARE = (
-    0.1  # of the characters of several bytes that are invalid in a text that is UTF-8 all the same
-)
+MAX_BAD_SHARE = 0.1  # of the characters beyond ASCII
+NO_PAGES = ("utf-7", "utf-32", "idna", "punycode", "unicode", "raw")
+BEYOND_ASCII = re.compile("[^\0-\x7f]")
 UNPRINTABLE = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
 SAMPLE = 1 << 16
 MAX_UNPRINTABLE = 0.05
@@ -63,58 +71,73 @@ def _decode(data: bytes, declared: str, is_html: bool) -> str:
     for mark, encoding in MARKS:
         if data.startswith(mark):
             return data[len(mark) :].decode(encoding, "replace")
-    names = [codec for name in _declared(data, declared, is_html) if (codec := _codec(name))]
-    if data.isascii() and ESCAPE not in data:
+    names = _declared(data, declared, is_html)
+    if data.isascii() and ESCAPE not in data and b"\0" not in data and "hz" not in names:
         return data.decode("ascii")
-    strict = [name for name in names if name in MULTI_BYTE]
-    for encoding in (*strict, "utf-8", *names):
-        text = _strictly(data, encoding)
+    first = [name for name in names if name in (WIDE if b"\0" in data else MULTI_BYTE)]
+    names = [name for name in names if name not in WIDE]
+    names += [LARGER[name] for name in names if name in LARGER]
+    is_other = bool(names) and "utf-8" not in names
+    for encoding in (*first, "utf-8", *names):
+        text = _strictly(data, encoding, in_doubt=is_other and encoding == "utf-8")
         if text is not None:
             return text
-    text = data.decode("utf-8", "replace")
-    bad = text.count("\ufffd")
-    if bad <= MAX_BAD_SHARE * sum(1 for _ in re.finditer("[^\0-\x7f]", text)):
-        return text
-    single_byte = [name for name in names if name != "utf-8" and name not in MULTI_BYTE]
-    return data.decode(single_byte[0] if single_byte else _detect(data), "replace")
+    for encoding in ("utf-8", *names):
+        text = data.decode(encoding, "replace")
+        if text.count("\ufffd") <= MAX_BAD_SHARE * len(BEYOND_ASCII.findall(text)):
+            return text
+    detected = _detect(data)
+    text = _strictly(data, detected) if detected else None
+    return data.decode(names[0] if names else "cp1252", "replace") if text is None else text
 
 
 def _declared(data: bytes, header: str, is_html: bool) -> list[str]:
-    found = [header] if header else []
+    """Return Python's names of the declared encodings, that of the header first."""
+    names = [_codec(header)] if header else []
     if is_html:
-        head = data[:META_BYTES]
-        found += [match[1].decode() for pattern in (META, XML) if (match := pattern.search(head))]
-    return found
+        found = (pattern.search(data[:META_BYTES]) for pattern in (META, XML))
+        inside = [_codec(match[1].decode()) for match in found if match]
+        names += [None if name in WIDE else name for name in inside]  # it is readable as ASCII
+    return [name for name in names if name is not None]
 
 
 def _codec(name: str) -> str | None:
-    """Return Python's name of an encoding; None if it is unknown, no text encoding, or cannot be that of the bytes."""
+    """Return Python's name of an encoding; None if it is unknown, or no encoding of pages."""
     try:
-        info = codecs.lookup(name.strip(" \"'"))
+        import webencodings
+    except ImportError as error:
+        raise corpus_extra("webencodings") from error
+    name = name.strip(" \"'")
+    standard = webencodings.lookup(name)
+    if standard is not None and standard.name == "x-user-defined":
+        return "cp1252"
+    try:
+        # The standard refuses "hz-gb-2312" and "iso-2022-kr" (as "replacement"), which Python reads.
+        info = standard.codec_info if standard and standard.name != "replacement" else codecs.lookup(name)
     except (LookupError, ValueError):
         return None
     is_text: bool = getattr(info, "_is_text_encoding", True)
-    if not is_text or info.name.startswith(
-        ("utf-7", "utf-16", "utf-32", "idna", "punycode", "unicode", "raw")
-    ):
-        return None  # a `meta` element that is readable as ASCII is not in UTF-16
-    return LARGER.get(info.name, info.name)
+    if not is_text or info.name.startswith(NO_PAGES):
+        return None
+    return info.name
 
 
-def _strictly(data: bytes, encoding: str) -> str | None:
+def _strictly(data: bytes, encoding: str, *, in_doubt: bool = False) -> str | None:
+    """Return the text if the bytes are valid, but for a cut last character. in_doubt: which is not all that shows it."""
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
-        if error.reason in CUT and len(data) - error.start < LONGEST_CHARACTER and error.start:
+        is_cut = error.reason in CUT and len(data) - error.start < LONGEST_CHARACTER and error.start
+        if is_cut and not (in_doubt and data[: error.start].isascii()):
             return data[: error.start].decode(encoding, "ignore")
         return None
     except UnicodeError:
         return None
 
 
-def _detect(data: bytes) -> str:
+def _detect(data: bytes) -> str | None:
     try:
         from resiliparse.parse.encoding import detect_encoding
     except ImportError as error:
         raise corpus_extra("resiliparse") from error
-    return _codec(detect_encoding(data) or "") or "cp1252"
+    return _codec(detect_encoding(data) or "")

@@ -35,8 +35,9 @@ class JSONL(Format):
     def read(self, uri: str, start: int, stop: int | None) -> Iterator[Record]:
         with open_decompressed(uri) as stream:
             if format_suffix(uri) == ".json":
-                if stream.read(1) == b"[":
-                    yield from _array(b"[" + stream.read())
+                head = stream.read(len(MARK) + 1).removeprefix(MARK)
+                if head.startswith(b"["):
+                    yield from _array(head + stream.read())
                     return
                 stream.seek(0)
             position = 0

@@ -9,6 +9,7 @@ from typing import Any
 from whorl.data.files import compression, open_decompressed
 from whorl.data.formats.format import Block, Format, Record
 from whorl.data.formats.jsonl import parse_object
+from whorl.data.formats.text import MARK
 from whorl.data.quarantine import BadRecordError
 
 RECORD_BYTES = 512
@@ -52,6 +53,7 @@ class Tar(Format):
     def _value(self, member: tarfile.TarInfo, data: bytes) -> Mapping[str, Any] | BadRecordError:
         if len(data) > self.longest:
             return BadRecordError("too_large", "", f"{member.name} has {member.size} bytes")
+        data = data.removeprefix(MARK)
         if member.name.endswith(".json"):
             return parse_object(data)
         try:

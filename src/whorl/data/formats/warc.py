@@ -13,6 +13,8 @@ its length was wrong, the stream is opened again, at most `MAX_REOPENED` times.
 
 from __future__ import annotations
 
+import gzip
+import io
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ MARKER = b"\nWARC/1."  # begins a record inside a stream
 END = b"\r\n\r\n"
 MAX_HEADER = 1 << 16
 PIECE = 1 << 16
+ZLIB = (b"\x78", b"\x58")  # begins of a zlib stream
 MAX_REOPENED = 20
 PAGES = ("response", "resource", "conversion")
 OTHER_KINDS = ("warcinfo", "request", "metadata", "revisit")
@@ -302,10 +305,22 @@ def _decompress(body: bytes, encoding: str, longest: int) -> bytes:
     return body
 
 
-def _inflate(body: bytes, most: int, bits: int = zlib.MAX_WBITS | 32) -> bytes:
-    """Decode gzip or zlib, by the first bytes; with negative `bits`, deflate without a header."""
-    if bits > 0 and not body.startswith((b"\x1f\x8b", b"\x78", b"\x58")):
-        return body
+def _gzip(body: bytes, most: int) -> bytes:
+    """Decode all members of a gzip body. Bytes behind them that begin no member are ignored."""
+    if not body.startswith(b"\x1f\x8b"):
+        return _inflate(body, most, zlib.MAX_WBITS) if body.startswith(ZLIB) else body
+    stream, content = gzip.GzipFile(fileobj=io.BytesIO(body)), bytearray()
+    try:
+        while len(content) < most and (piece := stream.read1(min(PIECE, most - len(content)))):
+            content += piece
+    except (EOFError, OSError, zlib.error) as error:
+        if not (content and isinstance(error, gzip.BadGzipFile) and "Not a gzipped" in str(error)):
+            raise BadRecordError("damaged", "", f"Content-Encoding: {error}") from error
+    return bytes(content)
+
+
+def _inflate(body: bytes, most: int, bits: int) -> bytes:
+    """Decode zlib, or with negative `bits` deflate without a header."""
     inflater = zlib.decompressobj(bits)
     try:
         content = inflater.decompress(body, most)
@@ -318,9 +333,7 @@ def _inflate(body: bytes, most: int, bits: int = zlib.MAX_WBITS | 32) -> bytes:
 
 def _deflate(body: bytes, most: int) -> bytes:
     """Decode "deflate": zlib by the standard, and deflate without a header by some servers."""
-    return _inflate(
-        body, most, zlib.MAX_WBITS | 32 if body.startswith((b"\x78", b"\x58")) else -zlib.MAX_WBITS
-    )
+    return _inflate(body, most, zlib.MAX_WBITS if body.startswith(ZLIB) else -zlib.MAX_WBITS)
 
 
 def _brotli(body: bytes, most: int) -> bytes:
@@ -335,15 +348,19 @@ def _brotli(body: bytes, most: int) -> bytes:
 
 
 def _zstandard(body: bytes, most: int) -> bytes:
-    import zstandard
+    """Decode all frames of a Zstandard body."""
+    import pyarrow as pa
 
     if not body.startswith(b"\x28\xb5\x2f\xfd"):
         return body
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            return reader.read(most)
-    except zstandard.ZstdError as error:
-        raise BadRecordError("damaged", "", f"Content-Encoding: {error}") from error
+    content = bytearray()
+    with pa.CompressedInputStream(pa.BufferReader(body), "zstd") as stream:
+        try:
+            while len(content) < most and (piece := stream.read(min(PIECE, most - len(content)))):
+                content += piece
+        except OSError as error:
+            raise BadRecordError("damaged", "", f"Content-Encoding: {error}") from error
+    return bytes(content)
 
 
 def _complete(content: bytes, is_complete: bool, most: int) -> bytes:
@@ -358,6 +375,6 @@ def _plain(body: bytes, most: int) -> bytes:
 
 # Content-Encoding -> decoder(body, maximum number of bytes to return)
 DECODERS = {
-    "gzip": _inflate, "x-gzip": _inflate, "deflate": _deflate, "br": _brotli, "zstd": _zstandard,
+    "gzip": _gzip, "x-gzip": _gzip, "deflate": _deflate, "br": _brotli, "zstd": _zstandard,
     "": _plain, "identity": _plain, "none": _plain, "utf-8": _plain,
 }  # fmt: skip
