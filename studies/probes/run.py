@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from bench._run import claim, emulates_bf16, parse, sized
 from studies.probes.exposure import policy_exposure
+from studies.probes.forgetting import forgetting
 from studies.probes.greedy_answers import GreedyAnswers
 from studies.probes.knowledge import make_lesson, refusal_rates, track_sft
 
@@ -42,7 +43,6 @@ from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
 from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
 from whorl.evals.side_effects.biographies import REFUSAL, Biographies, PersonGroup
-from whorl.evals.side_effects.forgetting import forgetting
 from whorl.models import make_model, whorl_decoder
 from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from studies.probes.exposure import policy_exposure
+from studies.probes.forgetting import forgetting, held_out_bits
 from studies.probes.greedy_answers import GreedyAnswers
 from tests.support.align.byte_model import VOCAB, decoder, network, scribe, sums, tokenizer
 
@@ -15,7 +16,6 @@ from whorl.align.stage.sft import fine_tune
 from whorl.errors import DataError
 from whorl.evals.model.example import TokenizedExample
 from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
-from whorl.evals.side_effects.forgetting import forgetting, held_out_bits
 from whorl.models import Transformer
 
 PROSE = ["the cat sat on the mat", "rain falls, and falls", "a" * 70]

@@ -6,6 +6,7 @@ KINDS = Registry(
     "kind of task",
     {
         "likelihood": "whorl.evals.kinds.likelihood:TextLikelihood",
+        "exposure": "whorl.evals.kinds.exposure:Exposure",
         "choice": "whorl.evals.kinds.choice:Choice",
         "generate": "whorl.evals.kinds.generate:Generate",
         "program": "whorl.evals.kinds.generate:ProgramTests",

@@ -7,6 +7,7 @@
     grid, patch                 structures.py       grids of ARC-AGI, patches
     parses                      evals.code          a completed function is valid Python
     safety                      evals.safety        the same under transformations, if the answer is about the request
+    facts                       evals.suites        a known fact, or the statement that it is unknown
     repetition                  repetition.py       distinct n-grams and repeated lines
 
 A metric is a function `(gold, text, *, finish, **options) -> Graded`: pure, and total over texts. A metric of a user is
@@ -37,6 +38,7 @@ METRICS = Registry(
         "constraints": "whorl.evals.metrics.constraints:constraints",
         "program": "whorl.evals.metrics.programs:program",
         "refusal": "whorl.evals.metrics.refusal:refusal",
+        "facts": "whorl.evals.suites.side_effects:facts",
         "repetition": "whorl.evals.metrics.repetition:repetition",
         "grid": "whorl.evals.metrics.structures:grid",
         "patch": "whorl.evals.metrics.structures:patch",

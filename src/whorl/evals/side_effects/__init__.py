@@ -1,1 +1,1 @@
-"""Side effects of fine-tuning: forgetting, exposure bias, invented answers, refusal and over-refusal."""
+"""Synthetic people, to measure invented answers, refusal and over-refusal."""

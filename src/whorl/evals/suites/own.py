@@ -91,7 +91,7 @@ def _last_words(documents: Documents, limit: int, inputs: SuiteInputs) -> list[R
             if len(context) >= CONTEXT[0] and re.search(rf"\b{re.escape(word)}\b", context):
                 yield match.start(), {"context": context, "word": word}
 
-    return _spread(documents, candidates, limit, inputs.seed)
+    return spread_items(documents, candidates, limit, inputs.seed)
 
 
 def _continuations(documents: Documents, limit: int, inputs: SuiteInputs) -> list[Record]:
@@ -110,7 +110,7 @@ def _continuations(documents: Documents, limit: int, inputs: SuiteInputs) -> lis
             nearest = sorted(some, key=lambda other: abs(len(other) - len(line)))[:3]
             yield at, {"context": context, "choices": [line, *nearest]}
 
-    return _spread(documents, candidates, limit, inputs.seed)
+    return spread_items(documents, candidates, limit, inputs.seed)
 
 
 def _functions(documents: Documents, limit: int, inputs: SuiteInputs) -> list[Record]:
@@ -154,7 +154,7 @@ def _doctests(documents: Documents, limit: int, inputs: SuiteInputs) -> list[Rec
     ]  # fmt: skip
 
 
-def _spread(
+def spread_items(
     documents: Documents, candidates: Callable[[str], Iterator[tuple[int, Record]]], limit: int, seed: int
 ) -> list[Record]:
     """Return candidates of the documents in turn, in hashed order, with an id and the document's path."""

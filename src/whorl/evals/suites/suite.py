@@ -43,6 +43,7 @@ SUITES = Registry(
         "safety": "whorl.evals.suites.safety:safety_suite",
         "jailbreak": "whorl.evals.suites.safety:jailbreak_suite",
         "probes": "whorl.evals.probes.suite:probes_suite",
+        "side-effects": "whorl.evals.suites.side_effects:side_effects_suite",
         "reasoning-gym": "whorl.evals.suites.reasoning_gym:reasoning_gym_suite",
     },
 )
@@ -52,6 +53,7 @@ ABOUT: Mapping[str, str] = {
     "safety": "refusal of harmful requests, and of harmless ones that resemble them",
     "jailbreak": "the same requests under role play, encodings and other transformations",
     "probes": "induction, recall, copying, sorting, brackets, arithmetic and state tracking, by difficulty",
+    "side-effects": "forgetting, exposure bias, and answers about people who do not exist",
     "reasoning-gym": "algebra, games, logic and further families of the package reasoning-gym",
 }
 
