@@ -23,13 +23,13 @@ def test_next_commands_sample_evaluated_and_last_model() -> None:
     artifacts = [artifact("tokens", "r/tokens"), *models, artifact("report", "r/report", "report.html")]
     paths = ["model:  r/pretrain: store/r/pretrain", "model:  r/sft: store/r/sft", "report: report.html"]
     assert closing_lines(artifacts, " --store s") == [
-        *paths, 'next:   whorl sample r/sft "def " --store s', "        whorl serve r/sft --store s",
+        *paths, 'next:   whorl sample r/sft "..." --store s', "        whorl serve r/sft --store s",
     ]  # fmt: skip
     summary = {"completions": {"prompts": 64, "nearest": "def f(x):\n    return x"}}
     measured = artifact("evaluation", "r/evaluate", summary=summary, parents={"model": "r/pretrain"})
     assert closing_lines([*artifacts, measured], "") == [
         "of 64 completed held-out functions, the one nearest to the real code:", "    def f(x):", "        return x", *paths,
-        'next:   whorl sample r/pretrain "def "', '        whorl sample r/sft "def "', "        whorl serve r/pretrain",
+        'next:   whorl sample r/pretrain "..."', '        whorl sample r/sft "..."', "        whorl serve r/pretrain",
     ]  # fmt: skip
     assert closing_lines([artifacts[3]], "") == ["report: report.html"]
     assert closing_lines(artifacts[:1], "") == ["next:   whorl show r/tokens"]
@@ -40,6 +40,19 @@ def test_next_command_uses_sampled_prompt(tmp_path: Path) -> None:
     (tmp_path / "samples.json").write_text(json.dumps({"before": [one], "after": [one]}))
     made = artifact("model", "r/rl", "samples.json", file=lambda name: tmp_path / name)
     assert closing_lines([made], "")[-2] == r"next:   whorl sample r/rl $'1+2\n'"
+
+
+def test_next_command_has_a_prompt_of_the_data() -> None:
+    prompts = {"tasks": "12+3=", "pretrain": "The keeper", "long": "x" * 61}
+    made = {n: artifact("data", n, summary={"sample_prompt": prompt}) for n, prompt in prompts.items()}
+    base = artifact("model", "r/base", parents={"tokens": "pretrain"})
+    for parents, prompt in (
+        ({"model": "r/base", "data": "tasks"}, "12+3="), ({"data": "long", "model": "pretrain"}, "The keeper"), ({}, "...")
+    ):  # fmt: skip
+        tuned = artifact("model", "r/tuned", parents=parents)
+        assert (
+            closing_lines([*made.values(), base, tuned], "")[-2] == f'next:   whorl sample r/tuned "{prompt}"'
+        )
 
 
 def test_next_command_names_a_program_that_is_not_on_the_path(

@@ -22,10 +22,17 @@ def first_prompt(texts: Sequence[str]) -> str:
     if is_python(texts):
         return PYTHON_PROMPTS[0]
     lines = (line.strip() for text in texts for line in text.splitlines())
-    line = max((line for line, _ in zip(lines, range(50), strict=False)), key=len, default="")
+    some = [line for line, _ in zip(lines, range(50), strict=False)]
+    line = max(filter(has_words, some), key=len, default="") or max(some, key=len, default="")
     if len(line) <= OPENING_CHARACTERS:
         return line
     return line[:OPENING_CHARACTERS].rpartition(" ")[0] or line[:OPENING_CHARACTERS]
+
+
+def has_words(text: str) -> bool:
+    """Return whether at least half of the characters that are no white space are letters: no ruler such as `####`."""
+    characters = [c for c in text if not c.isspace()]
+    return 0 < len(characters) <= 2 * sum(c.isalpha() for c in characters)
 
 
 def _parses(text: str) -> bool:

@@ -36,13 +36,18 @@ def next_commands(artifacts: Iterable[Artifact]) -> list[str]:
     evaluated = {artifact.parents.get("model") for artifact in found if artifact.kind == "evaluation"}
     last = models[-1]
     writer = next((model for model in models if model.address in evaluated), last)
-    sampled = dict.fromkeys(f"whorl sample {m.name} {_shell_quote(_prompt(m))}" for m in (writer, last))
+    sampled = dict.fromkeys(
+        f"whorl sample {m.name} {_shell_quote(_prompt(m, found))}" for m in (writer, last)
+    )
     return [*sampled, f"whorl serve {writer.name}"]
 
 
-def _prompt(model: Artifact) -> str:
-    """Return a short prompt of the tasks that the model was trained on, else one of its corpus."""
-    prompt: str = model.summary.get("sample_prompt", "def ")
+def _prompt(model: Artifact, found: Iterable[Artifact]) -> str:
+    """Return a short prompt of the tasks that the model was trained on, else one of its corpus, else "..."."""
+    parents = [a for a in found if a.address in model.parents.values()]
+    parents.sort(key=lambda parent: parent.kind == "model")  # the data come first
+    prompts = [str(a.summary.get("sample_prompt", "")) for a in (model, *parents)]
+    prompt = next((text for text in prompts if 0 < len(text) <= MAX_PROMPT_CHARS), "...")
     if "samples.json" in model.files:
         asked = [sample["prompt"] for sample in json.loads(model.file("samples.json").read_text())["before"]]
         prompt = next((text for text in asked if len(text) <= MAX_PROMPT_CHARS), prompt)

@@ -57,3 +57,16 @@ def test_step_outside_the_package_has_its_panel(tmp_path: Path) -> None:
 def test_artifact_without_blocks_still_renders(tmp_path: Path) -> None:
     page = make_page(lambda ctx, config: (ctx.out / "probe.txt").write_text(""), tmp_path)
     assert re.findall(r'<section id="(\w+)"', page) == ["result", "time", "lineage", "environment"]
+
+
+def test_title_names_the_sources_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text(
+        "The keeper of the lighthouse wrote a letter every evening.\n" * 9
+    )
+    text = f'name = "mine"\n[steps.ingest]\nsources = ["{tmp_path}/notes/"]\n[steps.report]\nparents = ["ingest"]\n'
+    made = run_recipe(parse_recipe(text, "r.toml"), Store(tmp_path / "store"), Progress.silent()).artifacts
+    assert (
+        f"<h1>A small language model of {tmp_path}/notes/</h1>"
+        in made["report"].file("report.html").read_text()
+    )

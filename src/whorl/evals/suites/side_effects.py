@@ -1,13 +1,13 @@
 """The suite `side-effects`: what fine-tuning may change without notice. It needs no data.
 
     forgetting         kind likelihood    bits per byte of held-out documents; `--against BASE` gives the cost of the stages
-    exposure-bias      kind exposure      held-out documents, continued by themselves and by the model
+    exposure-bias      kind exposure      held-out documents: their own continuation, and the model's
     invented-answers   kind generate      questions about people who do not exist, and the same kind of questions behind a
                                           text that answers them
 
 A model that refuses every question invents nothing, and one that answers all refuses nothing. So both groups of
 `invented-answers` are needed, and both failures are shown. People and facts are random (`side_effects/biographies.py`):
-no model can know them.
+no training text has them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TASKS: dict[str, dict[str, Any]] = {
         "metrics": ("bits_per_byte",),
     },
     "exposure-bias": {
-        "kind": "exposure", "about": "held-out documents, continued by the model and by themselves",
+        "kind": "exposure", "about": "held-out documents: the model's continuation and their own",
         "template": "{{ context }}", "data": {"cluster": "path"}, "generation": {"max_tokens": 64},
         "options": {"continuation": "{{ continuation }}"},
     },
@@ -71,7 +71,7 @@ def side_effects_suite(inputs: SuiteInputs) -> list[EvalTask]:
 
 
 def facts(gold: Any, text: str, *, finish: str = "stop", question: str = "") -> Graded:
-    """Return score invented of a question that nobody can answer (gold: `REFUSAL`), otherwise correct and over_refusal."""
+    """Return score invented of a question without an answer (gold: `REFUSAL`), otherwise correct and over_refusal."""
     if not text.strip():
         return Graded({}, "not_found", "the answer is empty")
     refused = _UNKNOWN.search(text) is not None or is_refusal(text, question)

@@ -28,7 +28,10 @@ class ReportConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    title: str = Field(default="A small language model", description="heading of the page")
+    title: str = Field(
+        default="A small language model of {sources}",
+        description="heading of the page; {sources}: those of the corpus",
+    )
     cost_per_hour: float | None = Field(
         default=None, ge=0, description="of this machine, for the cost column"
     )
@@ -65,8 +68,9 @@ def report_data(
     """
     made = with_ancestors(artifacts, store)
     models = [artifact for artifact in made if artifact.kind == "model"]
+    sources = [", ".join(a.summary.get("sources", ())) for a in made if a.kind == "documents"]
     found: dict[str, Any] = {
-        "title": config.title,
+        "title": config.title.replace("{sources}", sources[0] if sources else "own text"),
         "run": run,
         "created": time.strftime("%Y-%m-%d %H:%M"),
         "about": "Written by whorl run. Every figure was measured by the steps of the run.",
@@ -89,8 +93,7 @@ def report_data(
     if made:
         found["lineage"] = store.lineage((models or made)[-1])
     if models:
-        more = [f"whorl lineage {models[-1].name}", "whorl run quickstart --budget 20m"]
-        found["next_commands"] = [*next_commands(made), *more]
+        found["next_commands"] = [*next_commands(made), f"whorl lineage {models[-1].name}"]
     return ReportData.model_validate(found)
 
 

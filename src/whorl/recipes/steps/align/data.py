@@ -17,6 +17,7 @@ The content of the files is part of the address: a changed file gives a new data
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -148,7 +149,7 @@ def tasks(ctx: StepContext, config: TasksConfig) -> None:
             for split, items in made.items()
             if items
         }
-        _write_summary(ctx, counts, config.shape)
+        _write_summary(ctx, counts, made["train"], config.shape)
         return
     splits = _python_tasks(ctx, config) if config.source == "python" else generated_tasks(ctx, config)
     counts = {}
@@ -158,7 +159,7 @@ def tasks(ctx: StepContext, config: TasksConfig) -> None:
         counts[split] = write_dataset(ctx.out, "tasks", split, found)
         if solutions:
             write_dataset(ctx.out, "conversations" if config.chat else "pairs", split, solutions)
-    _write_summary(ctx, counts)
+    _write_summary(ctx, counts, splits["train"][0])
 
 
 @step(
@@ -177,11 +178,13 @@ def preferences(ctx: StepContext, config: PreferencesConfig) -> None:
         else _read_files(ctx, config, needs_test=True)
     )
     counts = {split: write_dataset(ctx.out, config.shape, split, items) for split, items in made.items()}
-    _write_summary(ctx, counts, "pairs" if config.shape == "preferences" else "labelled completions")
+    _write_summary(
+        ctx, counts, made["train"], "pairs" if config.shape == "preferences" else "labelled completions"
+    )
 
 
-def _write_summary(ctx: StepContext, counts: dict[str, int], noun: str = "") -> None:
-    """Write the counts and the number of quarantined records into the summary and the headline."""
+def _write_summary(ctx: StepContext, counts: dict[str, int], train: Sequence[Any], noun: str = "") -> None:
+    """Write the counts, the number of quarantined records, and a prompt of `train` into the summary and the headline."""
     headline = ", ".join(
         f"{n:,}{f' {noun}' if noun and number == 0 else ''} to {split}"
         for number, (split, n) in enumerate(counts.items())
@@ -190,7 +193,16 @@ def _write_summary(ctx: StepContext, counts: dict[str, int], noun: str = "") -> 
     headline += (
         f"; {n_quarantined:,} record{'s' * (n_quarantined != 1)} in quarantine" if n_quarantined else ""
     )
-    ctx.summary.update(counts=counts, headline=headline)
+    ctx.summary.update(counts=counts, headline=headline, sample_prompt=_short_prompt(train))
+
+
+def _short_prompt(items: Iterable[Any]) -> str:
+    """Return the shortest prompt, or first question of a conversation, of the first items; "" for none."""
+    found = []
+    for item in islice(items, 100):
+        asked = [message["content"] for message in getattr(item, "messages", ()) if message["role"] == "user"]
+        found += [getattr(item, "prompt", ""), *asked[:1]]
+    return min((text for text in found if isinstance(text, str) and text.strip()), key=len, default="")
 
 
 def _empty_split_error(ctx: StepContext, config: SetConfig, what: str) -> DataError:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
-from whorl.evals.prompts import CHECKED_TEXTS, PYTHON_PROMPTS, is_python
+from whorl.evals.prompts import CHECKED_TEXTS, PYTHON_PROMPTS, has_words, is_python
 from whorl.recipes.registry import StepContext
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def draw_samples(
 
     model = load_for_sampling(ctx.parent_folder("model"), ctx.machine)
     fixed = PYTHON_PROMPTS if is_python(held_out) else ()
-    texts = [text.encode()[:OPENING_BYTES] for text in (*fixed, *held_out)][:n]
+    openings = [text.encode()[:OPENING_BYTES].decode("utf-8", "ignore") for text in held_out]
+    openings.sort(key=lambda opening: not has_words(opening.partition("\n")[0]))  # the first ones are shown
+    texts = [text.encode() for text in (*fixed, *openings)][:n]
     sampling, rows = SamplingParams(), model.config.vocab_size
     prompts = [heal(tokenizer, text.decode("utf-8", "ignore")) for text in texts]
     if not prompts:
