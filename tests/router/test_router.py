@@ -13,6 +13,7 @@ import pytest
 from tests.support.router.fake_replica import FakeReplica, event, running
 from tests.support.router.harness import LONG, async_test, breaking, rest, status_and_code, world
 
+from whorl.errors import ConfigError
 from whorl.router.breaker import RetryBudget
 from whorl.router.metrics import SLO
 from whorl.router.proxy import SSEFramer
@@ -230,7 +231,7 @@ async def test_web_pages_cannot_reach_a_local_router() -> None:
         assert await drain(**JSON, host="evil.example") == 403
         assert not w.router.pool.describe()[0]["draining"]
         for host in ("evil.example", "evil.example:80", "[::1].evil", "127.0.0.1.evil.example"):
-            for path in ("/v1/router/replicas", "/v1/completions"):
+            for path in ("/v1/router/replicas", "/v1/completions", "/health", "/health/live", "/metrics"):
                 answer = await w.client.get(path, headers={"host": host})
                 assert status_and_code(answer) == (403, "foreign_host"), (host, path)
         for host in ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"):
@@ -265,6 +266,70 @@ async def test_path_cannot_name_another_host() -> None:
 
 
 @async_test
+async def test_path_cannot_leave_the_prefix_of_a_replica() -> None:
+    other = FakeReplica("x/")
+    async with running(other) as url, world(0, extra={"t": f"{url}/tenant-a"}) as w:
+        await w.check_health()
+        port, n_checks = w.client.base_url.port, len(other.prompts)
+        targets = (
+            "/../tenant-b/x",
+            "/%2e%2e/tenant-b/x",
+            "/..%2ftenant-b/x",
+            "/..;/x",
+            "/health/../v1/models",
+            "//x",
+        )
+        for target in (*targets, "/a\\..\\b", "http://localhost/../x", "*"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"GET {target} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            assert b" 400 " in head and b"invalid_path" in body, target
+        assert len(other.prompts) == n_checks
+
+
+@async_test
+async def test_metrics_need_a_key_if_there_are_keys() -> None:
+    async with world(1, is_api_key=lambda key: key == "wk-1") as w:
+        assert status_and_code(await w.client.get("/metrics", headers={"host": "a"})) == (
+            401,
+            "invalid_api_key",
+        )
+        for key, status in (("wk-1", 200), ("wk-2", 401)):
+            headers = {"authorization": f"Bearer {key}", "host": "a"}
+            assert (await w.client.get("/metrics", headers=headers)).status_code == status
+        assert (await w.client.get("/health")).status_code == 200
+        assert (await w.client.get("/health/live")).json() == {"status": "ok"}
+    async with world(0, admin_key_sha256=hashlib.sha256(b"secret").hexdigest()) as w:
+        assert (await w.client.get("/metrics")).status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        assert (await w.client.get("/metrics", headers=headers)).status_code == 200
+
+
+def test_address_with_a_password_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_router({"a": "http://me:hunter2@host"})
+    assert "hunter2" not in str(refused.value)
+
+
+@async_test
+async def test_large_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whorl.router.router.IN_FLIGHT_BYTES", 1 << 20)
+    monkeypatch.setattr("whorl.router.router.MAX_BODY_BYTES", 1 << 20)
+    async with world(1) as w:
+        held = w.router._bodies.shares
+        assert held.take("127.0.0.1", 1 << 20)
+        answer = await w.client.post("/v1/completions", content=b"x" * (1 << 18), headers=JSON)
+        assert status_and_code(answer) == (503, "bodies_full") and answer.headers["retry-after"] == "2"
+        held.give_back("127.0.0.1", 1 << 20)
+        answer = await w.client.post(
+            "/v1/completions", content=b"x" * 9, headers={"content-encoding": "gzip"}
+        )
+        assert status_and_code(answer) == (415, "unsupported_encoding") and w.fakes[0].prompts == []
+        assert (await w.ask("hello")).status_code == 200
+
+
+@async_test
 async def test_body_without_a_valid_key_is_not_read() -> None:
     async with world(1, is_api_key=lambda key: key == "wk-1") as w:
         for given in ({}, {"authorization": "Bearer wk-2"}, {"authorization": "Basic wk-1"}):
@@ -282,7 +347,7 @@ def test_deeply_nested_prompt_raises_nothing() -> None:
 
 @async_test
 async def test_half_sent_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whorl.router.proxy.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("whorl.router.router.BODY_SECONDS", 0.2)
 
     async def slow() -> AsyncIterator[bytes]:
         yield b"{"

@@ -37,7 +37,7 @@ class Shares:
         """Return what `take` has taken."""
         self.total -= amount
         self.held[client] -= amount
-        if not self.held[client]:
+        if self.held[client] <= 0:
             del self.held[client]
 
     @contextmanager

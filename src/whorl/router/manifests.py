@@ -114,8 +114,7 @@ def kubernetes_manifests(spec: DeploymentSpec) -> list[dict[str, Any]]:
     server["startupProbe"] = _probe("/health/ready", 2, -(-spec.start_seconds // 2))
     server["env"] = [{"name": "OMP_NUM_THREADS", "value": str(spec.cpus)}]
     small = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
-    # /metrics is the liveness probe: a router without replicas is still alive.
-    router = _container(spec, route, small, _probe("/metrics", 10, 6), _probe("/health", 2, 2))
+    router = _container(spec, route, small, _probe("/health/live", 10, 6), _probe("/health", 2, 2))
     volumes: list[dict[str, Any]] = []
     for name, path, source in (
         ("models", "/models", {"persistentVolumeClaim": {"claimName": spec.volume_claim, "readOnly": True}}),

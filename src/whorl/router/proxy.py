@@ -20,26 +20,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx2 as httpx
-from starlette.requests import Request
-from starlette.types import Scope
+from starlette.types import ASGIApp
 
+from whorl.http.guard import Receive, RefusedError, Scope, Send, check_request, headers_of
 from whorl.router.metrics import RouterMetrics, Timings
 from whorl.router.prefix_index import BlockHashes
 from whorl.router.replica_pool import Replica, ReplicaPool
 from whorl.router.routing_policy import Ticket
 
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
-Receive = Callable[[], Awaitable[Message]]
 Headers = list[tuple[bytes, bytes]]
 
-BODY_SECONDS = 30.0  # within which a request body must arrive
 MAX_BUFFERED_BYTES = 8 << 20
 MAX_ATTEMPTS = 2
 # Headers of one connection (RFC 9110, section 7.6.1), and headers that the router sets.
@@ -47,14 +42,6 @@ HOP_BY_HOP_HEADERS = {
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding",
     b"upgrade", b"host", b"content-length", b"accept-encoding", b"date", b"server",
 }  # fmt: skip
-
-
-class RefusedError(Exception):
-    """The reason to refuse a request."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code, self.message = status, code, message
 
 
 @dataclass
@@ -97,6 +84,10 @@ class ProxyResponse:
             headers.append((b"www-authenticate", b"Bearer"))
         await self.send_full(status, headers, error_body(status, code, message))
 
+    async def refuse(self, error: RefusedError) -> None:
+        """Send the error of a request that is not forwarded."""
+        await self.send_error(error.status, error.code, error.message, error.retry_after)
+
     async def send_error_event(self, message: str) -> None:
         """End a started stream with an error event, after the replica died."""
         await self.body(b"data: " + error_body(502, "replica_lost", message) + b"\n\n", more=False)
@@ -106,6 +97,22 @@ def error_body(status: int, code: str, message: str) -> bytes:
     """Return the API's error object."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+
+
+class Guard:
+    """ASGI middleware: the checks of `http/guard.py`. local_only: whether only this machine may call, now."""
+
+    def __init__(self, app: ASGIApp, local_only: Callable[[], bool]) -> None:
+        self.app, self.local_only = app, local_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                check_request(scope, headers_of(scope), self.local_only())
+            except RefusedError as error:
+                await ProxyResponse(send).refuse(error)
+                return
+        await self.app(scope, receive, send)
 
 
 class SSEFramer:
@@ -315,39 +322,6 @@ async def _wait_for_disconnect(receive: Receive) -> None:
     """Wait until the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body.
-
-    Raises:
-        RefusedError: it is too long, or took too long. ClientDisconnect.
-    """
-    parts, size = list[bytes](), 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size > max_bytes:
-                    text = f"the request body is longer than {max_bytes:,} bytes"
-                    raise RefusedError(413, "request_too_large", text)
-                parts.append(part)
-    except TimeoutError:
-        text = f"the request body did not arrive within {BODY_SECONDS:g} seconds"
-        raise RefusedError(408, "timeout", text) from None
-    return b"".join(parts)
-
-
-def target_of(scope: Scope) -> str:
-    """Return the path as the client wrote it.
-
-    Raises:
-        RefusedError: it does not begin with "/". After the replica's address, "%2F@host/" would name another host.
-    """
-    raw: bytes = scope.get("raw_path") or scope["path"].encode()
-    if not raw.startswith(b"/"):
-        raise RefusedError(400, "invalid_path", "the path must begin with '/'")
-    return raw.decode("latin-1")
 
 
 def forwarded_headers(scope: Scope) -> Headers:

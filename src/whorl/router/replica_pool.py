@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-from whorl.errors import ConfigError, one_of, shorten
+from whorl.errors import ConfigError, one_of, shorten, without_credentials
 from whorl.router.autoscaling_advice import PoolSnapshot
 from whorl.router.breaker import CircuitBreaker, CircuitState, RetryBudget
 from whorl.router.prefix_index import BlockHashes
@@ -90,7 +90,15 @@ class ReplicaPool:
         self.snapshots: deque[PoolSnapshot] = deque(maxlen=MAX_SNAPSHOTS)
 
     def add(self, name: str, url: str, breaker: CircuitBreaker | None = None) -> Replica:
-        """Add a replica. It gets no requests before its first successful health check."""
+        """Add a replica. It gets no requests before its first successful health check.
+
+        Raises:
+            ConfigError: its URL has a password; states and metrics show it.
+        """
+        if without_credentials(url) != url:
+            raise ConfigError(
+                f"the address {url} has a password", expected="an address without user information"
+            )
         self.policy.add(name)
         self.replicas[name] = replica = Replica(name, url.rstrip("/"), breaker or CircuitBreaker())
         return replica

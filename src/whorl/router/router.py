@@ -13,9 +13,11 @@ It forwards the replicas' API unchanged, so clients work with and without it. It
 
 The endpoints under /v1/router accept the admin key, or callers on the same machine that use a local name as Host and did not
 come through a proxy. Only the hash of the key is stored. A web page must not reach them through a browser. A POST needs a
-JSON content type and no foreign Origin, and a foreign Host is refused (DNS rebinding), everywhere if there are no keys.
+JSON content type and no foreign Origin. Every request passes the checks of `http/guard.py`: a foreign Host is refused if
+there are no keys (DNS rebinding), and so is a path that another program may read as another one.
 
-A body is read only with a valid API key if the replicas require keys; the replicas check requests without a body.
+A body is read only with a valid API key if the replicas require keys; the replicas check requests without a body. /metrics
+needs an API key or the admin key, if there are any.
 
 Parts: `prefix_index.py` (cached prefixes), `routing_policy.py` (choice of a replica), `breaker.py` (failures and retries),
 `replica_pool.py` (health), `proxy.py` (one request), `replica_processes.py` (processes).
@@ -40,43 +42,35 @@ import httpx2 as httpx
 import orjson
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from whorl.errors import ConfigError
+from whorl.http.bodies import Bodies, ClientDisconnected
 from whorl.http.connections import uvicorn_limits
+from whorl.http.guard import RefusedError, headers_of, target_of
 from whorl.http.hosts import cross_site_problem, http_address, is_local_name, is_loopback, print_pages
 from whorl.http.json_text import json_text_problem
-from whorl.http.server_process import prepare_server_process
+from whorl.http.server_process import prepare_server_process, trim_memory
 from whorl.router.autoscaling_advice import AutoscalingConfig, advise
 from whorl.router.breaker import RetryBudget
 from whorl.router.metrics import SLO, RouterMetrics
 from whorl.router.prefix_index import BlockHashes, block_hashes, prompt_and_seed
-from whorl.router.proxy import (
-    Proxy,
-    ProxyRequest,
-    ProxyResponse,
-    RefusedError,
-    error_body,
-    forwarded_headers,
-    read_body,
-    target_of,
-)
+from whorl.router.proxy import Guard, Proxy, ProxyRequest, ProxyResponse, error_body, forwarded_headers
 from whorl.router.replica_pool import HEALTH_CHECK_SECONDS, ReplicaPool
 from whorl.router.routing_policy import RoutingPolicy
 
 LOG = logging.getLogger("whorl.router")
 MAX_BODY_BYTES = 32 << 20
+BODY_SECONDS = 30.0  # within which a request body must arrive
+IN_FLIGHT_BYTES = 256 << 20  # of all bodies; one client may have half
 LARGE_BODY_BYTES = (
     1 << 13
 )  # larger bodies are parsed outside of the event loop, or refused by the router's own endpoints
 PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-FOREIGN_HOST = (
-    "this router listens on this machine only and accepts only the hosts 127.0.0.1, localhost and [::1]"
-)
 ADMIN_NEEDED = (
     "requires the admin key, or a caller on the same machine with 127.0.0.1, localhost or [::1] as Host"
 )
@@ -116,11 +110,14 @@ class ReplicaRouter:
             outer_context,
         )
         self._proxy: Proxy | None = None
+        self._bodies = Bodies(MAX_BODY_BYTES, BODY_SECONDS, IN_FLIGHT_BYTES)
         self.startup_error: ConfigError | None = None  # uvicorn reports only that the startup failed
         self.app = Starlette(
             lifespan=self._lifespan,
+            middleware=[Middleware(Guard, local_only=lambda: self.local_only)],
             routes=[
                 Route("/health", self._health),
+                Route("/health/live", self._live),
                 Route("/metrics", self._metrics),
                 Route("/v1/router/replicas", self._require_admin(self._replicas)),
                 Route("/v1/router/advice", self._require_admin(self._advice)),
@@ -161,6 +158,7 @@ class ReplicaRouter:
             tasks = [
                 asyncio.ensure_future(self.pool.run_health_checks(client, self._health_check_interval)),
                 asyncio.ensure_future(self.metrics.watchdog.run()),
+                asyncio.ensure_future(trim_memory()),
             ]
             try:
                 yield
@@ -173,35 +171,32 @@ class ReplicaRouter:
         reply = ProxyResponse(send)
         if scope["type"] != "http":
             return  # no endpoint uses web sockets; the server closes the connection
-        if not self._is_local_name(scope):
-            await reply.send_error(403, "foreign_host", FOREIGN_HOST)
-            return
         if self.draining:
             await reply.send_error(503, "draining", "the router is draining; use another", retry_after=1)
             return
+        assert self._proxy is not None
         try:
-            target = target_of(scope)
             self._check_key(scope)
-            body = await read_body(Request(scope, receive), MAX_BODY_BYTES)
-        except ClientDisconnect:
+            async with self._bodies.reading(
+                receive, scope["client"][0] if scope.get("client") else ""
+            ) as body:
+                if len(body) > LARGE_BODY_BYTES:
+                    hashes = await asyncio.to_thread(request_block_hashes, scope["path"], body)
+                else:
+                    hashes = request_block_hashes(scope["path"], body)
+                query = scope.get("query_string", b"").decode("latin-1")
+                proxied = ProxyRequest(
+                    method=scope["method"],
+                    target=target_of(scope) + (f"?{query}" if query else ""),
+                    headers=forwarded_headers(scope),
+                    body=body,
+                    hashes=hashes,
+                )
+                await self._proxy.handle(proxied, receive, send)
+        except ClientDisconnected:
             return
         except RefusedError as error:
-            await reply.send_error(error.status, error.code, error.message)
-            return
-        assert self._proxy is not None
-        query = scope.get("query_string", b"")
-        if len(body) > LARGE_BODY_BYTES:
-            hashes = await asyncio.to_thread(request_block_hashes, scope["path"], body)
-        else:
-            hashes = request_block_hashes(scope["path"], body)
-        proxied = ProxyRequest(
-            method=scope["method"],
-            target=target + (f"?{query.decode('latin-1')}" if query else ""),
-            headers=forwarded_headers(scope),
-            body=body,
-            hashes=hashes,
-        )
-        await self._proxy.handle(proxied, receive, send)
+            await reply.refuse(error)
 
     async def _health(self, request: Request) -> Response:
         available = [] if self.draining else self.pool.available()
@@ -209,7 +204,13 @@ class ReplicaRouter:
         body = {"status": status, "replicas": len(self.pool.replicas), "available": len(available)}
         return JSONResponse(body, 200 if available else 503)
 
+    async def _live(self, request: Request) -> Response:
+        return JSONResponse({"status": "draining" if self.draining else "ok"})
+
     async def _metrics(self, request: Request) -> Response:
+        has_keys = self.requires_keys or self.admin_key_sha256 is not None
+        if has_keys and not (self._has_api_key(headers_of(request.scope)) or self._is_admin(request)):
+            return _error_response(401, "invalid_api_key", "requires an API key or the admin key")
         return Response(
             self.metrics.exposition(self.pool), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
@@ -230,11 +231,12 @@ class ReplicaRouter:
 
     async def _set_draining(self, request: Request, on: bool) -> Response:
         try:
-            name = orjson.loads(await read_body(request, LARGE_BODY_BYTES))["replica"]
+            async with self._bodies.reading(request.receive, "admin", LARGE_BODY_BYTES) as body:
+                name = orjson.loads(body)["replica"]
             if not isinstance(name, str):  # text of a deep list would exceed the recursion limit
                 raise TypeError
             self.pool.drain(name, on)
-        except ClientDisconnect:
+        except ClientDisconnected:
             return Response(status_code=400)  # not sent
         except RefusedError as error:
             return _error_response(error.status, error.code, error.message)
@@ -248,8 +250,6 @@ class ReplicaRouter:
         self, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
-            if not self._is_local_name(request.scope):
-                return _error_response(403, "foreign_host", FOREIGN_HOST)
             if problem := cross_site_problem(request.method, request.headers):
                 return _error_response(403, "cross_site_request", problem)
             if self._is_admin(request):
@@ -258,18 +258,17 @@ class ReplicaRouter:
 
         return checked
 
-    def _is_local_name(self, scope: Scope) -> bool:
-        """Return whether the Host header is acceptable: any, or a local name if the router is local."""
-        return not self.local_only or is_local_name(Headers(scope=scope).get("host", ""))
-
     def _check_key(self, scope: Scope) -> None:
         """Raise RefusedError if the request has a body, and no valid API key although the replicas require one."""
-        headers = Headers(scope=scope)
-        if self._is_api_key is None or not {"content-length", "transfer-encoding"} & set(headers):
+        headers = headers_of(scope)
+        if not self.requires_keys or not {"content-length", "transfer-encoding"} & set(headers):
             return
-        kind, _, key = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not self._is_api_key(key.strip()):
+        if not self._has_api_key(headers):
             raise RefusedError(401, "invalid_api_key", "unknown API key; send 'Authorization: Bearer KEY'")
+
+    def _has_api_key(self, headers: Mapping[str, str]) -> bool:
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        return self._is_api_key is not None and kind.lower() == "bearer" and self._is_api_key(key.strip())
 
     def _is_admin(self, request: Request) -> bool:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")

@@ -8,7 +8,6 @@ byte of the response. The client then gets status 400 instead of a broken stream
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import secrets
 import time
@@ -17,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 from fastapi import Request as HttpRequest
 
 from whorl.engine.request import Request
@@ -26,9 +24,9 @@ from whorl.errors import shorten
 from whorl.http.hosts import is_loopback
 from whorl.http.loop_watchdog import LoopWatchdog
 from whorl.http.shares import Shares
-from whorl.machine.malloc import trim_freed_memory
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
+from whorl.serve.middleware.admission import client_of
 from whorl.serve.middleware.auth import RELOAD_SECONDS, KeyLimits, KeyStore
 from whorl.serve.middleware.metrics import ServerMetrics
 from whorl.serve.worker.fair_queue import FairThread
@@ -39,10 +37,6 @@ from whorl.serve.worker.worker import EngineProtocol, EngineWorker, Stream
 T = TypeVar("T")
 LIMITS_FOLDER = "WHORL_LIMITS_FOLDER"  # set by `whorl serve --replicas`
 LARGE_BODY_BYTES = 1 << 13  # larger request bodies are processed outside of the event loop
-TRIM_SECONDS, TRIM_BYTES = (
-    10.0,
-    32 << 20,
-)  # how often, and after which growth, freed memory goes back to the system
 MAX_WAITING_GRAMMARS, MAX_GRAMMARS_PER_CLIENT = 64, 8
 
 
@@ -88,8 +82,8 @@ class AppState:
         self._grammar_thread.close()
         self._grammar_checker.close()
 
-    def check_accepting(self) -> None:
-        """Raise ApiError if the server is draining or its engine failed."""
+    def check_accepting(self, limits: KeyLimits | None = None) -> None:
+        """Raise ApiError if the server is draining or its engine failed. Routes charge the limits of a key."""
         if self.draining:
             wait = self.config.drain_seconds
             raise ApiError(503, "the server is draining", code="draining", retry_after=wait)
@@ -239,32 +233,9 @@ class AppState:
             raise ApiError(503, message, code="queue_full", retry_after=1)
 
     def charge_rate_limit(self, http: HttpRequest, n_prompt: int, max_output: int = 0) -> None:
-        """Charge one request, its prompt tokens and its largest output to the limits of its key, if it has one.
-
-        Raises:
-            ApiError: 429, with the seconds to wait. The output may exceed what is available, the prompt may not.
-        """
-        limits = key_limits(http)
-        if limits is None:
-            return
-        with limits.exclusive():
-            for unit, bucket, amount in (
-                ("requests", limits.requests, 1),
-                ("tokens", limits.tokens, n_prompt),
-            ):
-                wait = bucket.seconds_until(amount)
-                if wait > 0:
-                    never = wait == float("inf")
-                    problem = f"this prompt of {n_prompt:,} tokens exceeds" if never else "over"
-                    raise ApiError(
-                        429,
-                        f"{problem} the limit of {bucket.limit:,} {unit} per minute for the key {limits.key.name!r}",
-                        code="rate_limit_exceeded",
-                        retry_after=60 if never else wait,
-                        headers=limits.headers,
-                    )
-            limits.requests.consume(1)
-            limits.tokens.consume(n_prompt + max_output)
+        """Charge the limits of a request's key, if it has one, as `KeyLimits.charge`."""
+        if (limits := key_limits(http)) is not None:
+            limits.charge(n_prompt, max_output)
 
     async def end_revoked_streams(self) -> None:
         """End the sequences of revoked keys, within `RELOAD_SECONDS` of the revocation. Runs until it is cancelled."""
@@ -275,15 +246,6 @@ class AppState:
                 if limits is not None and not self.key_store.is_valid(limits):
                     error = ApiError(401, "the API key was revoked", code="invalid_api_key")
                     stream.end_with_error(error)
-
-    async def trim_memory(self) -> None:
-        """Return memory that large requests have freed to the system. Runs until it is cancelled."""
-        process, least = psutil.Process(), math.inf
-        while True:
-            least = min(least, process.memory_info().rss)
-            await asyncio.sleep(TRIM_SECONDS)
-            if process.memory_info().rss > least + TRIM_BYTES:
-                await asyncio.to_thread(trim_freed_memory)
 
     def _on_finish(self, stream: Stream) -> None:
         self.metrics.observe_finished(stream)
@@ -305,9 +267,8 @@ def rate_limit_headers(http: HttpRequest) -> dict[str, str]:
 
 
 def client_id(http: HttpRequest) -> str:
-    """Return the unit of fair scheduling: the id of the request's key, or its IP address without keys."""
-    limits = key_limits(http)
-    return limits.key.id if limits is not None else (http.client.host if http.client else "")
+    """Return the unit of fair scheduling, as `client_of`."""
+    return client_of(http.scope)
 
 
 async def in_thread_if_large(http: HttpRequest, work: Callable[[], T]) -> T:

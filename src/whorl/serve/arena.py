@@ -29,19 +29,20 @@ from whorl.evals.arena.arena_log import Battle, UnknownBattleError, VoteConflict
 from whorl.evals.arena.battles import Choice
 from whorl.http.hosts import http_address, is_loopback
 from whorl.http.server_process import prepare_server_process
+from whorl.http.shares import Shares
 from whorl.serve import errors
 from whorl.serve.api.app import ErrorHandlingRoute
 from whorl.serve.app_state import key_limits
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError, OrjsonResponse
-from whorl.serve.middleware.admission import AdmissionMiddleware
-from whorl.serve.middleware.auth import KeyStore
+from whorl.serve.middleware.admission import AdmissionMiddleware, client_of
+from whorl.serve.middleware.auth import KeyLimits, KeyStore
 from whorl.serve.page_files import add_page_routes
 from whorl.serve.server import raise_fd_limit, uvicorn_config
 
 T = TypeVar("T")
 MAX_PROMPT = 100_000  # characters
-MAX_BATTLES = 8  # turns that are computed at once; further ones get status 503
+MAX_BATTLES = 8  # turns that are computed at once, half of them for one client; further ones get status 503
 
 
 class _Body(BaseModel):
@@ -86,11 +87,13 @@ class ArenaState:
         self.key_store = None if config.key_file is None else KeyStore(config.key_file)
         self.local_only = self.key_store is None and is_loopback(config.host)
         self._rng = rng or random.Random()
-        self._running = 0
+        self._places = Shares(MAX_BATTLES, MAX_BATTLES // 2)
         self.standings_lock = asyncio.Lock()
 
-    def check_accepting(self) -> None:
-        """Accept every request; `run_turn` bounds the work."""
+    def check_accepting(self, limits: KeyLimits | None) -> None:
+        """Charge the requests of a key: battles, turns and votes. `run_turn` bounds the work."""
+        if limits is not None:
+            limits.charge()
 
     def count_response(self, path: str, status: int) -> None:
         """Count nothing: this server has no /metrics."""
@@ -101,19 +104,16 @@ class ArenaState:
             raise ApiError(400, "this arena has no prompts to draw; write one", param="prompt")
         return self._rng.choice(self.prompts)
 
-    async def run_turn(self, work: Callable[..., Battle], *arguments: str) -> Response:
+    async def run_turn(self, http: HttpRequest, work: Callable[..., Battle], *arguments: str) -> Response:
         """Run `start` or `go_on` of the arena in a thread, and return the battle without names.
 
         Raises:
             ApiError: 503, too many battles run, or an answer did not arrive; 404, 409: as `api_error`.
         """
-        if self._running >= MAX_BATTLES:
-            raise ApiError(503, "other battles are running", code="queue_full", retry_after=2)
-        self._running += 1
-        try:
+        with self._places.place(client_of(http.scope)) as found:
+            if not found:
+                raise ApiError(503, "other battles are running", code="queue_full", retry_after=2)
             return OrjsonResponse(blind(await _in_thread(work, *arguments)))
-        finally:
-            self._running -= 1
 
 
 def blind(battle: Battle) -> dict[str, Any]:
@@ -164,13 +164,13 @@ def create_arena_app(state: ArenaState) -> FastAPI:
         return OrjsonResponse(content)
 
     @app.post("/v1/arena/battles")
-    async def start(body: BattleBody) -> Response:
+    async def start(body: BattleBody, request: HttpRequest) -> Response:
         prompt = state.draw_prompt() if body.prompt is None else body.prompt
-        return await state.run_turn(arena.start, prompt)
+        return await state.run_turn(request, arena.start, prompt)
 
     @app.post("/v1/arena/battles/{battle}/turns")
-    async def go_on(battle: str, body: TurnBody) -> Response:
-        return await state.run_turn(arena.go_on, battle, body.prompt)
+    async def go_on(battle: str, body: TurnBody, request: HttpRequest) -> Response:
+        return await state.run_turn(request, arena.go_on, battle, body.prompt)
 
     @app.post("/v1/arena/battles/{battle}/vote")
     async def vote(battle: str, body: VoteBody, request: HttpRequest) -> Response:

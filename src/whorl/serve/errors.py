@@ -10,6 +10,7 @@ Errors show at most 200 characters of what a client sent: messages shorten what 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from whorl.errors import WhorlError, shorten
+from whorl.http.guard import RefusedError
 
+# Exceptions that end a task or the process. Others are those of a request: a panic of a library in Rust is no `Exception`.
+STOPPING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 LOG = logging.getLogger("whorl.serve")
 MAX_MESSAGE = 400  # characters; a longer message quotes something, so that only its first 200 are kept
 ERROR_TYPES = {
@@ -79,6 +83,8 @@ def to_api_error(error: BaseException) -> ApiError:
     """Convert an exception to the error response for the client; log internal errors."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RefusedError):
+        return ApiError(error.status, error.message, code=error.code, retry_after=error.retry_after)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, WhorlError):

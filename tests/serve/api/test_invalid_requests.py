@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from unittest.mock import Mock
 import httpx
 import pytest
 from tests.support.serve.live_server import make_state, running
+
+from whorl.serve.api.response_formatting import StreamDecoder
+from whorl.serve.worker.model_entry import ServedModel
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
@@ -133,10 +137,57 @@ def test_json_requires_its_content_type(server: Any) -> None:
 
 def test_unknown_paths_and_methods_are_rejected(server: Any) -> None:
     error_of(server.get("/v1/nothing"), 404)
-    error_of(server.get("/static/../app.py"), 404)
-    for name in ("%2e%2e/app.py", "x%00.js", "x" * 5000 + ".js"):
-        error_of(server.get(f"/static/{name}"), 404)
+    error_of(server.get("/static/../app.py"), 404)  # the client sends /app.py
+    error_of(server.get(f"/static/{'x' * 5000}.js"), 404)
+    for path in ("/static/%2e%2e/app.py", "/static/x%00.js", "/health/%2e%2e/metrics", "/v1//models"):
+        assert error_of(server.get(path), 400)["code"] == "invalid_path"
     error_of(httpx.delete(f"{server.url}/v1/completions"), 405)
+
+
+def test_head_is_answered_as_get_without_a_body(server: Any) -> None:
+    for path in ("/", "/health", "/v1/models", "/metrics", "/engine"):
+        head, get = httpx.head(server.url + path), server.get(path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert head.headers["content-type"] == get.headers["content-type"]
+    assert httpx.head(f"{server.url}/v1/completions").status_code == 405
+    assert server.get("/health").status_code == 200
+
+
+def test_compressed_body_is_refused(server: Any) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    content = gzip.compress(json.dumps(TEXT).encode())
+    answer = server.post("/v1/completions", content=content, headers=headers)
+    assert error_of(answer, 415)["code"] == "unsupported_encoding"
+
+
+@pytest.mark.parametrize("target", ["http://localhost/v1/models", "*", "/health/../v1/models"])
+def test_target_of_another_form_is_refused(server: Any, target: str) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as s:
+        s.sendall(f"GET {target} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        assert s.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which is no Exception."""
+
+
+def test_panic_of_a_library_is_a_json_error(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*_: Any) -> Any:
+        raise Panic("retry limit")
+
+    monkeypatch.setattr(ServedModel, "encode_text", panic)
+    monkeypatch.setattr(ServedModel, "encode_prompt", panic)
+    for n in (1, 20_000):  # in the event loop, and in a thread
+        for path, field in (("/tokenize", "prompt"), ("/v1/embeddings", "input")):
+            answer = server.post(path, json={"model": "tiny", field: "x" * n})
+            assert error_of(answer, 500)["code"] == "internal_error"
+            assert "retry limit" not in answer.text
+    monkeypatch.undo()
+    monkeypatch.setattr(StreamDecoder, "next", panic)
+    answer = server.post("/v1/completions", json=TEXT | {"stream": True})
+    assert answer.status_code == 200 and '"internal_error"' in answer.text
+    monkeypatch.undo()
+    assert server.post("/v1/completions", json=TEXT).status_code == 200
 
 
 def test_completion_accepts_emoji_and_unicode_stop(server: Any) -> None:

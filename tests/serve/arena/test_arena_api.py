@@ -10,6 +10,7 @@ from tests.support.serve.arena_server import ANSWERS, NAMES, RunningArena, arena
 
 from whorl.evals.arena.arena_log import ArenaLog
 from whorl.evals.model.requests import Missing
+from whorl.serve.arena import MAX_BATTLES
 from whorl.serve.middleware.auth import KeyFile
 
 
@@ -101,3 +102,22 @@ def test_keys_are_required_and_name_the_voter(tmp_path: Path) -> None:
         assert server.post(f"/v1/arena/battles/{battle}/vote", vote).status_code == 401
         server.post(f"/v1/arena/battles/{battle}/vote", vote, headers=headers)
         assert [v.voter for v in server.arena.log.votes()] == [f"key:{keys.read()[0].id}"]
+
+
+def test_limits_and_places_of_a_key_hold(tmp_path: Path) -> None:
+    keys = KeyFile(tmp_path / "keys.json")
+    few, many = keys.add("few", requests_per_minute=5), keys.add("many")
+    with arena_server(tmp_path, key_file=keys.path) as server:
+        few_key, key = ({"authorization": f"Bearer {one}"} for one in (few, many))
+        found = [server.post("/v1/arena/battles", {"prompt": "Hi"}, headers=few_key) for _ in range(8)]
+        assert [one.status_code for one in found] == [200] * 5 + [429] * 3
+        assert (
+            int(found[-1].headers["retry-after"]) >= 1 and "x-ratelimit-limit-requests" in found[-1].headers
+        )
+        places, ids = server.state._places, {one.name: one.id for one in keys.read()}
+        assert all(places.take(ids["many"]) for _ in range(MAX_BATTLES // 2)) and not places.take(ids["many"])
+        refused = server.post("/v1/arena/battles", {"prompt": "Hi"}, headers=key)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "queue_full"
+        assert places.take(ids["few"])  # the other half
+        places.give_back(ids["many"])
+        assert server.post("/v1/arena/battles", {"prompt": "Hi"}, headers=key).status_code == 200

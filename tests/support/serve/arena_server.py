@@ -33,6 +33,7 @@ class RunningArena:
 
     url: str
     arena: ModelArena
+    state: ArenaState
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60, **options)
@@ -59,7 +60,7 @@ def arena_server(
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        yield RunningArena(f"http://127.0.0.1:{listener.getsockname()[1]}", arena)
+        yield RunningArena(f"http://127.0.0.1:{listener.getsockname()[1]}", arena, state)
     finally:
         server.should_exit = True
         thread.join(30)

@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
+from whorl.http.server_process import trim_memory
 from whorl.serve import errors
 from whorl.serve.api import chat, embeddings, responses
 from whorl.serve.api import completions as text_completions
@@ -99,8 +100,10 @@ class ErrorHandlingRoute(APIRoute):
                 return await original(strict)
             except RequestValidationError as error:
                 return errors.from_validation_errors(error.errors()).response
+            except errors.STOPPING:
+                raise
             except (
-                Exception
+                BaseException
             ) as error:  # handled here: outside of the routes it would be logged and raised again
                 return errors.to_api_error(error).response
 
@@ -115,7 +118,7 @@ def create_app(state: AppState) -> FastAPI:
         state.worker.start()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(LARGE_WORK_THREADS))
         await asyncio.to_thread(app.openapi)  # kept; a request for it would hold the event loop
-        work = (state.end_revoked_streams(), state.watchdog.run(), state.trim_memory())
+        work = (state.end_revoked_streams(), state.watchdog.run(), trim_memory())
         tasks = [asyncio.create_task(one) for one in work]
         yield
         for task in tasks:

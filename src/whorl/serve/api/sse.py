@@ -20,7 +20,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from whorl.serve.errors import to_api_error
+from whorl.serve.errors import STOPPING, to_api_error
 
 LOG = logging.getLogger("whorl.serve")
 T = TypeVar("T")
@@ -136,9 +136,9 @@ class EventStream(Response):
             async for data in self.events:
                 async with asyncio.timeout(self.stall_seconds):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError:
+        except (TimeoutError, *STOPPING):
             raise
-        except Exception as error:  # the status was already sent, so the error is sent as an event
+        except BaseException as error:  # the status was already sent, so the error is sent as an event
             await send(
                 {
                     "type": "http.response.body",

@@ -1,39 +1,30 @@
-"""Checks before every request: host, key, drain, size. A rejected request costs almost no work.
+"""Checks before every request: host, path, key, drain, size. A rejected request costs almost no work.
 
     check                                                 protects against
-    Host header is a local name, if there are no keys     DNS rebinding by a web page
+    host, path and content-encoding (`http/guard.py`)     DNS rebinding, paths that name another route
     API key, before the body is read                      large uploads without a key
-    body size and time limits, also for chunked bodies    memory exhaustion, slow uploads
+    limits of the key, where routes do not charge them    one key that takes all places (the arena)
+    body size and time limits, also for chunked bodies    memory exhaustion, slow uploads (`http/bodies.py`)
     no CORS headers; JSON needs its content type          cross-origin requests of web pages
 
-A body that is too large is still read and discarded, up to `DISCARD_FACTOR` times the limit. A client that gets a response
-while it sends would see a broken pipe instead of the 413.
+HEAD is answered as GET; the server sends no body for it.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
 
-from whorl.errors import shorten
-from whorl.http.hosts import is_local_name
+from whorl.http.bodies import Bodies, ClientDisconnected
+from whorl.http.guard import Message, Receive, RefusedError, Scope, Send, check_request, headers_of
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError, to_api_error
-from whorl.serve.middleware.auth import KeyStore
+from whorl.serve.middleware.auth import KeyLimits, KeyStore
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-PUBLIC_PREFIXES = ("/health", "/static/", "/openapi.json")
-PAGE_PATHS = ("/", "/engine", "/favicon.ico")
-DISCARD_FACTOR = 8  # times the limit
-
-
-class ClientDisconnected(Exception):
-    """The client disconnected while it sent the request."""
+PUBLIC_PREFIXES = ("/health/", "/static/")
+PUBLIC_PATHS = ("/", "/engine", "/favicon.ico", "/health", "/openapi.json")
 
 
 class AdmissionState(Protocol):
@@ -47,8 +38,8 @@ class AdmissionState(Protocol):
     key_store: KeyStore | None
     local_only: bool
 
-    def check_accepting(self) -> None:
-        """Raise ApiError if the server accepts no requests now."""
+    def check_accepting(self, limits: KeyLimits | None) -> None:
+        """Raise ApiError if the server accepts no POST now. limits: those of its key, for routes that charge none."""
 
     def count_response(self, path: str, status: int) -> None:
         """Count a response. path: of the route."""
@@ -59,13 +50,16 @@ class AdmissionMiddleware:
 
     def __init__(self, app: Application, state: AdmissionState) -> None:
         self.app, self.state = app, state
+        self._bodies = Bodies(state.config.max_body, state.config.body_seconds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
 
-        async def counted(message: MutableMapping[str, Any]) -> None:
+        async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 path = getattr(scope.get("route"), "path", "other")  # the route: a bounded number of labels
                 self.state.count_response(path, message["status"])
@@ -73,65 +67,45 @@ class AdmissionMiddleware:
 
         try:
             self._check(scope)
-            body = await self._read_body(scope, receive)
+            async with self._bodies.reading(receive, client_of(scope)) as body:
+                await self.app(scope, _replay(body, receive), counted)
         except ClientDisconnected:
             return
-        except Exception as error:
+        except (RefusedError, ApiError) as error:
             await to_api_error(error).response(scope, receive, counted)
-            return
-        replayed = False
-
-        async def replay_body() -> MutableMapping[str, Any]:
-            nonlocal replayed
-            if replayed:
-                return await receive()
-            replayed = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self.app(scope, replay_body, counted)
 
     def _check(self, scope: Scope) -> None:
-        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        path = scope["path"]
-        host = headers.get("host", "")
-        if self.state.local_only and not is_local_name(host):
-            raise ApiError(
-                403, f"this server accepts the hosts 127.0.0.1 and localhost, not {shorten(host)!r}"
-            )
-        if path in PAGE_PATHS or path.startswith(PUBLIC_PREFIXES):
+        headers, path = headers_of(scope), scope["path"]
+        check_request(scope, headers, self.state.local_only)
+        if path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIXES):
             return
         if self.state.key_store is not None:
-            kind, _, key = headers.get("authorization", "").partition(" ")
-            limits = self.state.key_store.authenticate(key.strip()) if kind.lower() == "bearer" else None
-            if limits is None:
-                problem = "unknown API key" if key else "no API key; send 'Authorization: Bearer KEY'"
-                raise ApiError(401, problem, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-            scope.setdefault("state", {})["key_limits"] = limits
+            self._check_key(scope, headers, self.state.key_store)
         if scope["method"] == "POST":
-            self.state.check_accepting()
+            self.state.check_accepting(scope.get("state", {}).get("key_limits"))
 
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the whole body.
+    def _check_key(self, scope: Scope, headers: Mapping[str, str], keys: KeyStore) -> None:
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        limits = keys.authenticate(key.strip()) if kind.lower() == "bearer" else None
+        if limits is None:
+            problem = "unknown API key" if key else "no API key; send 'Authorization: Bearer KEY'"
+            raise ApiError(401, problem, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        scope.setdefault("state", {})["key_limits"] = limits
 
-        Raises:
-            ApiError: it is larger than the limit, or took too long.
-            ClientDisconnected: the client disconnected.
-        """
-        limit, parts, size = self.state.config.max_body, [], 0
-        try:
-            async with asyncio.timeout(self.state.config.body_seconds):
-                more = True
-                while more and size <= DISCARD_FACTOR * limit:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnected
-                    part = message.get("body", b"")
-                    size += len(part)
-                    if size <= limit:
-                        parts.append(part)
-                    more = message.get("more_body", False)
-        except TimeoutError:
-            raise ApiError(408, "the request took too long to arrive", code="timeout") from None
-        if size > limit:
-            raise ApiError(413, f"the request is larger than {limit:,} bytes", code="request_too_large")
-        return b"".join(parts)
+
+def client_of(scope: Scope) -> str:
+    """Return the unit of fair shares: the id of the request's key, or its IP address without keys."""
+    limits = scope.get("state", {}).get("key_limits")
+    if limits is not None:
+        return str(limits.key.id)
+    return scope["client"][0] if scope.get("client") else ""
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that yields a body which was read, and then what follows it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay

@@ -29,6 +29,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from whorl.errors import ConfigError
+from whorl.serve.errors import ApiError
 from whorl.serve.middleware.rate_limit import SharedLevels, TokenBucket
 
 LOG = logging.getLogger("whorl.serve")
@@ -164,6 +165,28 @@ class KeyLimits:
     def exclusive(self) -> AbstractContextManager[None]:
         """A context in which the levels are current and no other process changes them."""
         return nullcontext() if self._shared is None else self._shared.exclusive()
+
+    def charge(self, n_prompt: int = 0, max_output: int = 0) -> None:
+        """Charge one request, its prompt tokens and its largest output.
+
+        Raises:
+            ApiError: 429, with the seconds to wait. The output may exceed what is available, the prompt may not.
+        """
+        with self.exclusive():
+            for unit, bucket, amount in (("requests", self.requests, 1), ("tokens", self.tokens, n_prompt)):
+                wait = bucket.seconds_until(amount)
+                if wait > 0:
+                    never = wait == math.inf
+                    problem = f"this prompt of {n_prompt:,} tokens exceeds" if never else "over"
+                    raise ApiError(
+                        429,
+                        f"{problem} the limit of {bucket.limit:,} {unit} per minute for the key {self.key.name!r}",
+                        code="rate_limit_exceeded",
+                        retry_after=60 if never else wait,
+                        headers=self.headers,
+                    )
+            self.requests.consume(1)
+            self.tokens.consume(n_prompt + max_output)
 
     @property
     def headers(self) -> dict[str, str]:

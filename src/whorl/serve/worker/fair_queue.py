@@ -62,7 +62,7 @@ class FairThread:
         self._thread = ThreadPoolExecutor(1, name)
 
     async def run(self, client: str, function: Callable[[], T]) -> T:
-        """Return function() or raise its exception. A place is held until the turn has passed, also if the caller is cancelled.
+        """Return function() or raise its exception. A place is held until the turn is over, also after a cancellation.
 
         Raises:
             asyncio.QueueFull: too many wait.
