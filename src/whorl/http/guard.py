@@ -2,7 +2,7 @@
 
     check                                                      protects against
     Host is a local name, if only this machine may call        DNS rebinding by a web page
-    the path is in origin form, without "." and ".." and ""    a path that names another route, tenant or host
+    the path is in origin form, without "." and ".."           a path that names another route, tenant or host
     no content-encoding                                        a compressed body, which no route reads
 
 A path is checked as each program behind this one may read it: decoded any number of times, with "\\" as "/", and without
@@ -69,15 +69,20 @@ def path_problem(target: str) -> str:
     if not target.startswith("/"):  # after a replica's address, "%2F@host/" would name another host
         return "the path must begin with '/'"
     path = target
-    for _ in range(MAX_DECODINGS):
-        path, before = unquote(path, errors="replace"), path
-        if path == before:
-            break
-    else:
-        return "the path is encoded too often"
+    try:
+        for _ in range(MAX_DECODINGS):
+            path, before = unquote(path, errors="strict"), path
+            if path == before:
+                break
+        else:
+            return "the path is encoded too often"
+    except UnicodeDecodeError:  # an overlong "." in a lenient reader
+        return "the path is not UTF-8"
     if "#" in target or CONTROL.search(path):
         return "the path has a control character or a fragment"
-    parts = [part.partition(";")[0] for part in path.replace("\\", "/").split("/")[1:]]
-    if any(part in (".", "..") for part in parts) or "" in parts[:-1]:
-        return "the path has an empty segment, '.' or '..'"
+    path = path.replace("\\", "/")
+    if path.startswith("//"):
+        return "the path begins with '//'"
+    if any(part.partition(";")[0] in (".", "..") for part in path.split("/")):
+        return "the path has a segment '.' or '..'"
     return ""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
-from unittest.mock import Mock
 
 import orjson
 import psutil
 import pytest
 from tests.support.router.harness import async_test
-from tests.support.serve.live_server import Running, make_state, make_tokenizer
+from tests.support.serve.live_server import Running, make_tokenizer
 
 from whorl.engine.request import Delta, Request, Token
+from whorl.http import server_process
 from whorl.machine.malloc import trim_freed_memory
-from whorl.serve import app_state
 from whorl.serve.api.response_formatting import MAX_TOKENS_PER_DELTA, StreamDecoder, merge_streams
 from whorl.serve.api.sse import JsonPieces, json_pieces
 
@@ -145,10 +144,10 @@ async def test_stalled_reader_of_a_whole_answer_is_dropped(caplog: pytest.LogCap
 
 @async_test
 async def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_state, "TRIM_SECONDS", 0.02)
-    state, process = make_state(Mock()), psutil.Process()
+    monkeypatch.setattr(server_process, "TRIM_SECONDS", 0.02)
+    process = psutil.Process()
     trim_freed_memory()  # of earlier tests, in which the blocks would find room without growth of the process
-    trimming = asyncio.create_task(state.trim_memory())
+    trimming = asyncio.create_task(server_process.trim_memory())
     await asyncio.sleep(0.2)
     blocks = [bytes([i % 256]) * 8000 for i in range(20_000)]  # below the size of separate mappings
     full = process.memory_info().rss
@@ -159,6 +158,5 @@ async def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.Monkey
         if process.memory_info().rss < full - (100 << 20):
             break
     trimming.cancel()
-    state.close()
     assert last
     assert process.memory_info().rss < full - (100 << 20)
