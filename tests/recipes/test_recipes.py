@@ -23,7 +23,7 @@ from whorl.machine.device_probe import Measurement, choose
 from whorl.machine.forced_choices import FORCE, forced_choices
 from whorl.machine.identity import CpuIdentity
 from whorl.nn.native import library
-from whorl.recipes import RunResult, StepContext, StepKind, parse_recipe, run_recipe, step_kinds
+from whorl.recipes import RunResult, StepContext, StepKind, parse_recipe, run_recipe, runner, step_kinds
 from whorl.recipes.recipe import Recipe, load_recipe, ready_recipes
 from whorl.recipes.registry import start_native_builds
 from whorl.store import Store
@@ -451,3 +451,17 @@ def test_concurrent_runs_share_work(tmp_path: Path) -> None:
     assert sum("from 0" in output for output in outputs) == 1, outputs
     assert outputs[0].splitlines()[-1] == outputs[1].splitlines()[-1]
     assert sum("waiting for process" in output for output in outputs) <= 1
+
+
+def test_replicas_belong_to_a_deterministic_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They decide the last bits; otherwise timing does too, so a step continues with another number."""
+
+    def hashed(deterministic: bool, cores: int = 2, **run: int) -> object:
+        monkeypatch.setattr(runner, "usable_cores", lambda: cores)
+        sets = [f"sft.run.{name}={value}" for name, value in run.items()]
+        recipe = load_recipe("align-arithmetic", sets=sets, deterministic=deterministic)
+        return runner._hashed_config(recipe.steps["sft"].kind, recipe.steps["sft"].config)
+
+    assert hashed(False, replicas=1) == hashed(False, replicas=2) == hashed(False, 3)
+    assert hashed(True, replicas=1) == hashed(True, 3, replicas=1) != hashed(True, replicas=2)
+    assert hashed(True) == hashed(True) != hashed(True, 3)

@@ -35,7 +35,8 @@ def load_for_sampling(folder: Path, machine: Machine, batch_size: int = 1) -> La
 @torch.inference_mode()
 def fastest_dtype(config: TransformerConfig, machine: Machine, batch_size: int = 1) -> torch.dtype:
     """Return the faster compute dtype for decoding `batch_size` sequences of this shape; takes a few milliseconds."""
-    if machine.device != "cpu" or machine.torch_dtype == torch.float32:
+    untimed = torch.are_deterministic_algorithms_enabled()  # timing must not decide
+    if machine.device != "cpu" or machine.torch_dtype == torch.float32 or untimed:
         return machine.torch_dtype
     with meta_device():
         blocks = make_model(config).blocks

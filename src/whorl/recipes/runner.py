@@ -19,6 +19,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 from whorl.errors import NotApplicableError, StoreError, WhorlError
 from whorl.machine.choices import recorded_choices
@@ -26,7 +29,7 @@ from whorl.machine.device_probe import restore_threads, usable_cores
 from whorl.machine.forced_choices import force_choices
 from whorl.plan.forecast import RunInputs, forecast
 from whorl.recipes.recipe import Recipe, RecipeStep
-from whorl.recipes.registry import StepContext, is_deterministic, start_native_builds
+from whorl.recipes.registry import StepContext, StepKind, is_deterministic, start_native_builds
 from whorl.recipes.step_records import FAILED, LEFT_OUT, MADE, StepRecords
 from whorl.store import Artifact, Store
 from whorl.store.address import canonical_json
@@ -187,6 +190,19 @@ def _deterministic(enabled: bool) -> AbstractContextManager[None]:
     return deterministic()
 
 
+def _hashed_config(kind: StepKind, config: BaseModel) -> dict[str, Any]:
+    """Return the settings of a step that are part of its address.
+
+    The number of replicas decides the last bits. So it belongs to a deterministic step; by default it follows from the
+    number of usable cores.
+    """
+    found = config.model_dump(mode="json", exclude=set(kind.not_hashed))
+    if is_deterministic(config):
+        given = getattr(getattr(config, "run", None), "replicas", None)
+        found["deterministic_replicas"] = given or f"at most one for each of {usable_cores()} cores"
+    return found
+
+
 def _check_installed(recipe: Recipe, first: str) -> None:
     """Check the packages that a step and those after it need: a run may work for hours before it gets to the last.
 
@@ -217,7 +233,7 @@ def _run_step(
                 kind=kind.output_kind,
                 name=f"{recipe.name}/{step.name}",
                 parents=parents,
-                config=config.model_dump(mode="json", exclude=set(kind.not_hashed)),
+                config=_hashed_config(kind, config),
                 version=kind.version,
                 step=kind.name,
                 on_message=progress.log,

@@ -6,7 +6,10 @@ matrices (`nn/experts`). With `--deterministic` none of these is measured:
 
     compile       off, unless the recipe sets it (then without the compiler's kernel timing)
     dtype         float32 on a CPU, bfloat16 on a GPU, unless WHORL_DTYPE is set
-    replicas      from the recipe, else one per usable core; the last bits depend on the number
+    replicas      from the recipe, else one per usable core; the last bits depend on the number, so it is a part of the
+                  address of a deterministic step (`recipes/runner.py`)
+    kernels       those of torch, also for shapes for which an earlier job of the process has chosen others
+    sampling      the engine runs torch, in the producers of rollouts too
     threads       one per replica: another number changes the order of sums
     products      MKL, never oneDNN
     steps         from the recipe or a budget of FLOPs; a budget of seconds is rejected
@@ -25,11 +28,15 @@ from contextlib import contextmanager
 import torch
 
 from whorl.nn.experts import experts
+from whorl.nn.native import library
 
 
 @contextmanager
 def deterministic(enabled: bool = True) -> Iterator[None]:
-    """Within the context, no measurement by torch or `nn/experts` decides a bit. Every replica enters it."""
+    """Within the context, no measurement decides a bit.
+
+    Every replica and every producer of rollouts enters it before anything is chosen.
+    """
     if not enabled:
         yield
         return
@@ -45,6 +52,8 @@ def deterministic(enabled: bool = True) -> Iterator[None]:
         experts.forced_library,
         inductor.deterministic,
     )
+    if not before[0]:  # forced choices that an outer context has made stay
+        library.clear_choices()
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.set_num_threads(1)

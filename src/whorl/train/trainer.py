@@ -101,6 +101,7 @@ class Trainer(Generic[R]):
     def _fit(self, stop_after: int | None) -> None:
         task, options = self.task, self.options
         with ExitStack() as stack:
+            stack.enter_context(deterministic(options.deterministic))  # before anything is chosen
             if options.scratch is not None:
                 self.checkpoints = stack.enter_context(
                     CheckpointManager(
@@ -155,7 +156,7 @@ class Trainer(Generic[R]):
     def _train(self, shared: SharedState, start: ResumePoint) -> None:
         """The part that every rank runs."""
         task, options, metadata = self.task, self.options, start.metadata
-        if options.threads is not None:
+        if options.threads is not None and not options.deterministic:
             torch.set_num_threads(options.threads)
         self.shared, self.last = shared, start.last
         self.steps_done = self.last_saved_step = start.first
@@ -182,11 +183,7 @@ class Trainer(Generic[R]):
         try:
             self.learner = task.make_learner(self)
             self.layer_stats = task.make_layer_stats(self.learner, start.first)
-            with (
-                self._watched(),
-                deterministic(options.deterministic),
-                task.batches(start.first) as records,
-            ):
+            with self._watched(), task.batches(start.first) as records:
                 if self.validation_pending:
                     self._evaluate(start.first)
                 with suppress(StopTraining):
@@ -393,4 +390,5 @@ def _replica_main(
     group: ProcessGroup, task: Task[R], options: RunOptions, shared: SharedState, start: ResumePoint
 ) -> None:
     """Run the ranks other than 0."""
-    Trainer(task, options, group=group)._train(shared, start)
+    with deterministic(options.deterministic):
+        Trainer(task, options, group=group)._train(shared, start)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.align.byte_model import decoder, scribe
 from tests.support.align.kill_at_step import check_resume
-from tests.support.align.rl_policies import SMALL, train
+from tests.support.align.rl_policies import SMALL, network, train, worker_of
 from tests.support.compiler import needs_compiler
 from tests.support.configs import nested, updated
 
@@ -19,6 +19,7 @@ from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.sampling_dtype import RolloutSampler
 from whorl.align.rl import train as rl_train
 from whorl.align.rl.config import RLConfig, RolloutConfig
+from whorl.align.rl.rollout import RolloutWorker
 from whorl.errors import ConfigError
 
 LOOSE = 0.1  # nats: int8 weights of the tiny model are within
@@ -112,3 +113,31 @@ def test_default_bound_follows_learner_dtype() -> None:
     found = {d: RolloutConfig().bound(str(d).removeprefix("torch.")) for d in (torch.float32, torch.bfloat16)}
     assert found == {torch.float32: 1e-4, torch.bfloat16: 0.02}
     assert RolloutConfig(max_logprob_diff=0.3).bound("float32") == 0.3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"async_rollout": {"workers": 1}}, "sample ahead"),
+        ({"async_rollout": {"workers": 2, "max_policy_lag": 0}}, "sample ahead"),
+        ({"run": {"max_train_seconds": 9}}, "run.max_train_seconds is 9"),
+        ({"environment": {"name": "calculator", "overlap": True}}, "environment.overlap"),
+        ({"async_rollout": {"workers": 1, "max_policy_lag": 0}}, ""),
+    ],
+)
+def test_deterministic_stage_refuses_what_time_decides(changes: dict[str, Any], message: str) -> None:
+    if not message:
+        assert RLConfig.model_validate({**changes, "train": {"deterministic": True}})
+        return
+    with pytest.raises(ValueError, match=message):
+        RLConfig.model_validate({**changes, "train": {"deterministic": True}})
+    assert RLConfig.model_validate(changes)
+
+
+def test_worker_samples_deterministically(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own nothing else enters the mode."""
+    monkeypatch.setattr(RolloutWorker, "_fill", lambda *_: torch.are_deterministic_algorithms_enabled())
+    for enabled in (False, True):
+        wanted, net = updated(SMALL, train={"deterministic": enabled}), network()
+        worker: Any = rl_train.PolicyTask(net, worker_of(net, folder, wanted), wanted).worker
+        assert worker.fill(None, None, None) is enabled

@@ -192,6 +192,8 @@ class RLConfig(StageConfig):
                 f"run.replicas is {self.run.replicas} and async_rollout.workers is {self.async_rollout.workers}: "
                 "use one of them"
             )
+        if self.train.deterministic and (late := self._decided_by_time()):
+            raise ValueError(f"{late}: with train.deterministic no time decides a result; remove it")
         if self.environment and self.sampling.overlong_buffer:
             raise ValueError(
                 "sampling.overlong_buffer is set: replies of an environment have no common limit; remove it"
@@ -202,6 +204,15 @@ class RLConfig(StageConfig):
                 f"({self.max_completion_tokens})"
             )
         return self
+
+    def _decided_by_time(self) -> str:
+        """Return the setting by which the speed of the machine decides a result, or ""."""
+        ahead = self.async_rollout
+        if ahead.workers and (ahead.workers > 1 or ahead.max_policy_lag or ahead.update_in_flight):
+            return "async_rollout lets workers sample ahead (in lockstep: workers = 1, max_policy_lag = 0)"
+        if self.run.max_train_seconds is not None:
+            return f"run.max_train_seconds is {self.run.max_train_seconds:g}"
+        return "environment.overlap is true" if self.environment and self.environment.overlap else ""
 
     def check_installed(self, step: str) -> None:
         """Check the packages that these settings of a step need. Raises ConfigError: one is not installed."""

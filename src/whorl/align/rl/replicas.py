@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.rl.config import RLConfig
+from whorl.align.rl.config import AsyncRolloutConfig, RLConfig
 from whorl.align.stage.task import choose_replicas
+from whorl.errors import ConfigError
 from whorl.machine.device_probe import probe
 from whorl.parallel.process_group import ProcessGroup
 
@@ -54,6 +55,30 @@ def choose_rl_replicas(
         if config.run.replicas is not None
         else -(-config.prompts_per_step // -(-config.prompts_per_step // n))
     )
+
+
+def worker_devices(config: AsyncRolloutConfig, learner: torch.device) -> list[str]:
+    """Return the device of each worker process, by `async_rollout.device`.
+
+    With auto, workers never use the learner's GPU; with cuda they do if there is no other GPU. In Ray an actor gets its
+    own GPU only with cuda; auto means CPU, because the cluster's devices are not visible here. Worker processes are
+    spawned, as CUDA requires.
+
+    Raises:
+        ConfigError: cuda is requested and there is no GPU.
+    """
+    devices, gpus = ["cpu"], torch.cuda.device_count()
+    if config.backend == "ray":
+        devices = ["cuda"] if config.device == "cuda" else ["cpu"]
+    elif config.device == "cuda" or (config.device == "auto" and learner.type == "cuda"):
+        free = [f"cuda:{n}" for n in range(gpus) if learner.type != "cuda" or n != (learner.index or 0)]
+        devices = free or ([str(learner)] if config.device == "cuda" and gpus else ["cpu"])
+        if config.device == "cuda" and not gpus:
+            raise ConfigError(
+                "async_rollout.device is cuda, and torch finds no GPU", expected="a machine with a GPU",
+                do="set it to auto or cpu",
+            )  # fmt: skip
+    return [devices[n % len(devices)] for n in range(config.workers)]
 
 
 def flops_within(seconds: float) -> float:

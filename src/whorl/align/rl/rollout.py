@@ -39,14 +39,14 @@ from whorl.align.preference.reward_model import load_reward_verifier
 from whorl.align.rl.config import AsyncRolloutConfig, RolloutConfig
 from whorl.align.rl.env_loop import make_env_loop
 from whorl.align.rl.episodes import Episode, EpisodeRunner
-from whorl.align.rl.replicas import ReplicaGroup
+from whorl.align.rl.replicas import ReplicaGroup, worker_devices
 from whorl.align.stage.io import load_example_tokenizer
-from whorl.errors import ConfigError
 from whorl.evals.model.sampling import policy_sampling
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.models import TransformerConfig, make_model
 from whorl.slots import BoardReader, Slot, Spec
 from whorl.tracking.seeds import derive
+from whorl.train.determinism import deterministic
 
 ROLLOUT_DTYPES = (*CANDIDATES, "float16")
 REASON_BYTES = 160  # of the reason of a reward; longer ones are cut
@@ -124,7 +124,8 @@ class RolloutWorker:
         threads: of torch, in a worker process; None keeps the setting.
         environment: of several turns; None verifies one completion.
         reward_model: folder of a reward model, loaded in the worker process; None uses the verifiers.
-        device: of the engine and the reward model (see `assign_devices`).
+        device: of the engine and the reward model (see `worker_devices`).
+        deterministic: no timing decides a bit, in a worker process too (`train/determinism.py`).
         rollout: the type of the sampler. rollout_dtype: with auto, the type in use; None until it is chosen.
     """
 
@@ -144,6 +145,7 @@ class RolloutWorker:
     reward_model: Path | None = None
     device: str = "cpu"
     environment: EnvironmentConfig | None = None
+    deterministic: bool = False
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(dtype="model"))
     rollout_dtype: str | None = None
 
@@ -199,6 +201,10 @@ class RolloutWorker:
 
     def fill(self, slot: Slot[Rollouts], weights: BoardReader, rng: np.random.Generator) -> int:
         """Write one rollout batch and return the number of sampled ids."""
+        with deterministic(self.deterministic):
+            return self._fill(slot, weights, rng)
+
+    def _fill(self, slot: Slot[Rollouts], weights: BoardReader, rng: np.random.Generator) -> int:
         if not hasattr(self, "_sampler"):
             most = -(-(len(slot.data.reward) // self.group_size) // self.replica_group.process_group.size)
             self.setup(most * self.group_size)
@@ -280,28 +286,8 @@ class RolloutWorker:
 def assign_devices(
     worker: RolloutWorker, config: AsyncRolloutConfig, learner: torch.device
 ) -> list[RolloutWorker]:
-    """Return one worker per process, each with its device.
-
-    In lockstep the worker uses the learner's device. Ahead of it the device follows `async_rollout.device`. With
-    auto, workers never use the learner's GPU; with cuda they do if there is no other GPU. In Ray an actor gets its
-    own GPU only with cuda; auto means CPU, because the cluster's devices are not visible here. Worker processes are
-    spawned, as CUDA requires.
-
-    Raises:
-        ConfigError: cuda is requested and there is no GPU.
-    """
+    """Return one worker per process, each with its device: in lockstep the learner's, else by `worker_devices`."""
     if not config.workers:
         worker.device = str(learner)
         return [worker]
-    devices, gpus = ["cpu"], torch.cuda.device_count()
-    if config.backend == "ray":
-        devices = ["cuda"] if config.device == "cuda" else ["cpu"]
-    elif config.device == "cuda" or (config.device == "auto" and learner.type == "cuda"):
-        free = [f"cuda:{n}" for n in range(gpus) if learner.type != "cuda" or n != (learner.index or 0)]
-        devices = free or ([str(learner)] if config.device == "cuda" and gpus else ["cpu"])
-        if config.device == "cuda" and not gpus:
-            raise ConfigError(
-                "async_rollout.device is cuda, and torch finds no GPU", expected="a machine with a GPU",
-                do="set it to auto or cpu",
-            )  # fmt: skip
-    return [replace(worker, device=devices[n % len(devices)]) for n in range(config.workers)]
+    return [replace(worker, device=device) for device in worker_devices(config, learner)]

@@ -128,7 +128,7 @@ class PolicyTask(StageTask[Slot[Rollouts]]):
             row_length=worker.max_seq_len,
         )
         self.worker, self.reference, self.state = worker, reference, RLState(config)
-        worker.rollout = config.rollout
+        worker.rollout, worker.deterministic = config.rollout, config.train.deterministic
         if config.rollout.dtype == "auto" and (self.flops < MIN_TIMED_FLOPS or config.train.deterministic):
             worker.rollout = config.rollout.model_copy(update={"dtype": "model"})
         self.rollout_dtype = worker.dtype  # of the last rollout batch
