@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whorl.data.extraction import decode, extract, extract_html
+from whorl.data.extraction import decode, extract, extract_html, extract_pdf
 from whorl.data.extraction.normalise import STEPS, normalise, repair_mojibake
 from whorl.data.quarantine import BadRecordError
 from whorl.errors import ConfigError
@@ -199,7 +199,7 @@ def test_unusable_pdf_is_rejected(data: bytes, reason: str) -> None:
 def test_missing_extra_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=r"pip install 'whorl\[corpus\]'"):
-        extract(b"%PDF-" if package == "pypdfium2" else b"<p>x", "text/html")
+        extract_pdf(b"%PDF-") if package == "pypdfium2" else extract_html("<p>x")
 
 
 @pytest.mark.parametrize(

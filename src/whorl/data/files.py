@@ -3,7 +3,7 @@
 A local path is opened directly; fsspec is imported for URLs only. Compression is chosen by the suffix .gz, .zst or .bz2.
 
 A decompressed stream ends with an error once it is a bomb: more than `BOMB_BYTES`, and more than `BOMB_RATIO` times the
-file.
+file. The same holds for columnar files (`formats/parquet.py`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,16 @@ def open_decompressed(uri: str) -> BinaryIO:
     else:
         source = pa.PythonFile(open_file(uri), mode="r") if is_url(uri) else pa.OSFile(uri)
         stream = pa.CompressedInputStream(source, compression(uri))
-    return io.BufferedReader(_Bounded(stream, max(BOMB_BYTES, BOMB_RATIO * size)), 1 << 16)
+    return io.BufferedReader(_Bounded(stream, bomb_limit(size)), 1 << 16)
+
+
+def bomb_limit(size: int, share: float = 1.0) -> int:
+    """Return how many bytes may be decoded from `size` bytes, which are this share of a file."""
+    return max(int(share * BOMB_BYTES), BOMB_RATIO * size)
+
+
+def bomb_error(limit: int) -> OSError:
+    return OSError(f"more than {limit:,} bytes when decompressed, which is {BOMB_RATIO} times the file")
 
 
 class _Bounded(io.RawIOBase):
@@ -127,9 +136,7 @@ class _Bounded(io.RawIOBase):
                 raise
         self.n_read += n
         if self.n_read > self.limit:
-            raise OSError(
-                f"more than {self.limit:,} bytes when decompressed, which is {BOMB_RATIO} times the file"
-            )
+            raise bomb_error(self.limit)
         return n
 
     def close(self) -> None:

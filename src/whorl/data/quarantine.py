@@ -29,6 +29,7 @@ REASONS = {
     "binary": "holds NUL bytes, so it is not text",
     "invalid_utf8": "is not valid UTF-8, or has lone surrogates",
     "too_large": "is longer than the limit",
+    "too_costly": "its extraction takes too much memory or time",
     "empty": "a text or field is empty or white space",
     "media_type": "is of a media type that is not read",
     "http_status": "is the response to a failed request",
@@ -64,6 +65,9 @@ class BadRecordError(Exception):
         assert reason in REASONS, reason
         super().__init__(f"{field or 'the record'}: {detail}")
         self.reason, self.field, self.detail = reason, field, detail
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reason, self.field, self.detail)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whorl.data import files
 from whorl.data.formats import FORMATS, Format, Record, format_name, open_format
 from whorl.data.formats.jsonl import parse_object
 from whorl.data.quarantine import BadRecordError
@@ -175,6 +176,28 @@ def test_members_of_a_compressed_file_are_joined(tmp_path: Path, suffix: str, co
     path = tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(b"".join(compress(part) for part in (lines[0], b"", lines[1] + lines[2], lines[3])))
     assert texts_of(list(open_format(str(path)).records(str(path)))) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("repeated", [True, False], ids=["a dictionary", "compression"])
+def test_columnar_bomb_ends_the_file(
+    tmp_path: Path, suffix: str, repeated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "BOMB_BYTES", 1 << 20)
+    texts = ["x" * 10_000 if repeated else f"{n}" + "x" * 10_000 for n in range(1000)]
+    table, path = pa.table({"text": texts}), tmp_path / f"a{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(table, path, compression="zstd", use_dictionary=repeated, row_group_size=100)
+    else:
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_stream(str(path), table.schema, options=options) as writer:
+            writer.write_table(table)
+    reader = open_format(str(path))
+    for start, stop in [(0, None), (3, 4)] if suffix == ".parquet" else [(0, None)]:
+        *_, last = reader.records(str(path), start, stop)
+        assert isinstance(last.value, BadRecordError) and "when decompressed" in str(last.value)
+    monkeypatch.setattr(files, "BOMB_BYTES", 1 << 28)
+    assert len(texts_of(list(reader.records(str(path))))) == 1000
 
 
 def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:

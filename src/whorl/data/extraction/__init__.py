@@ -2,11 +2,13 @@
 
     page = extract(body, "text/html", "iso-8859-1")     # page.text, page.title
 
-The libraries are the extra `corpus`. Each function is pure: bytes or a string, no files.
+The libraries are the extra `corpus`. Each function is pure: bytes or a string, no files. `extract` reads HTML and PDF in a
+child process with bounds (`bounded.py`).
 """
 
 from __future__ import annotations
 
+from whorl.data.extraction.bounded import run_bounded
 from whorl.data.extraction.charset import decode
 from whorl.data.extraction.html import extract_html
 from whorl.data.extraction.page import Page, corpus_extra
@@ -17,8 +19,18 @@ HTML_TYPES = ("text/html", "application/xhtml+xml")
 TEXT_TYPES = ("text/plain", "text/markdown", "text/x-rst")
 PDF_TYPE = "application/pdf"
 PDF_MAGIC = b"%PDF-"
+MAX_CHARACTERS = 1 << 26
 
-__all__ = ["Page", "corpus_extra", "decode", "extract", "extract_html", "extract_pdf", "media_type_of"]
+__all__ = [
+    "Page",
+    "corpus_extra",
+    "decode",
+    "extract",
+    "extract_html",
+    "extract_pdf",
+    "media_type_of",
+    "run_bounded",
+]
 
 
 def extract(data: bytes, media_type: str, charset: str = "", *, main_content: bool = True) -> Page:
@@ -30,17 +42,25 @@ def extract(data: bytes, media_type: str, charset: str = "", *, main_content: bo
         main_content: of HTML, without navigation, side bars and footers.
 
     Raises:
-        BadRecordError: "media_type" (not read), "binary", "encrypted" or "damaged".
+        BadRecordError: "media_type" (not read), "binary", "encrypted", "damaged", "too_costly" or "too_large".
         ConfigError: the extra `corpus` is not installed.
     """
     kind = media_type_of(data, media_type)
-    if kind in HTML_TYPES:
-        return extract_html(decode(data, charset, is_html=True), main_content=main_content)
-    if kind == PDF_TYPE:
-        return extract_pdf(data)
+    if kind in HTML_TYPES or kind == PDF_TYPE:
+        return run_bounded(_extract, data, kind, charset, main_content, n_bytes=len(data))
     if kind in TEXT_TYPES:
         return Page(decode(data, charset))
     raise BadRecordError("media_type", "", f"{ascii(kind)[:100]} is not read")
+
+
+def _extract(data: bytes, kind: str, charset: str, main_content: bool) -> Page:
+    """Return the text of a page of HTML or PDF, in the child."""
+    is_html = kind in HTML_TYPES
+    text = decode(data, charset, is_html=True) if is_html else ""
+    page = extract_html(text, main_content=main_content) if is_html else extract_pdf(data)
+    if len(page.text) > MAX_CHARACTERS:
+        raise BadRecordError("too_large", "", f"a text of {len(page.text)} characters")
+    return page
 
 
 def media_type_of(data: bytes, declared: str) -> str:

@@ -22,7 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from whorl.data.extraction import extract_html
+from whorl.data.extraction import extract_html, run_bounded
 from whorl.data.files import open_decompressed
 from whorl.data.formats.dump import Element, elements
 from whorl.data.formats.format import Format, Record
@@ -94,7 +94,7 @@ class StackExchange(Format):
         """Return the fields of a question and its answers."""
         question = next(posts)
         title, time = question[6:8]
-        texts, licences, size = [title], set(), 0
+        bodies, licences, size = list[str](), set(), 0
         for post in itertools.chain([question], posts):
             *_, licence, body = post
             size += len(body)
@@ -102,8 +102,12 @@ class StackExchange(Format):
                 return BadRecordError(
                     "too_large", "", f"a question with answers of over {self.longest} characters"
                 )
-            texts.append(extract_html(body, main_content=False).text.strip())
+            bodies.append(body)
             licences |= {licence} - {""}
+        try:
+            texts = [title, *run_bounded(_texts, bodies, n_bytes=size)]
+        except BadRecordError as error:
+            return error
         return {
             self.text_field: "\n\n".join(filter(None, texts)),
             "url": f"/questions/{question[0]}",
@@ -112,6 +116,10 @@ class StackExchange(Format):
             "licence": " AND ".join(sorted(licences)) or None,
             "media_type": "text/html",
         }
+
+
+def _texts(bodies: list[str]) -> list[str]:
+    return [extract_html(body, main_content=False).text.strip() for body in bodies]
 
 
 def _post(row: Element) -> Post | None:
