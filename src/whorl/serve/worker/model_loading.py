@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +131,11 @@ def make_engine(
     config: EngineConfig,
     **engine_kwargs: Any,
 ) -> Engine:
-    """Build an engine with the model's token bytes, its banned ids and a grammar compiler."""
+    """Build an engine with the model's token bytes, its banned ids and, where llguidance is installed, a grammar compiler."""
     id_bytes = tokenizer.text_bytes(model.config.vocab_size)
     ends = sorted(i for i in chat.stop_ids if i < len(id_bytes))
-    compiler = GrammarCompiler(id_bytes, ends, len(id_bytes)) if ends else None
+    can_compile = bool(ends) and find_spec("llguidance") is not None  # the Python API works without it
+    compiler = GrammarCompiler(id_bytes, ends, len(id_bytes)) if can_compile else None
     return Engine(
         model,
         config,
