@@ -13,7 +13,9 @@ import torch
 from tests.support.notes import write_notes
 
 import whorl
-from whorl.errors import ConfigError, DataError
+from whorl.api.data import _documents
+from whorl.api.jobs import _fields
+from whorl.errors import ConfigError, DataError, StoreError
 
 TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * 3 for n in range(30)]
 SMALL: dict[str, Any] = {"width": 32, "depth": 1, "steps": 12, "batch_size": 4, "seq_len": 32, "quiet": True}
@@ -121,12 +123,55 @@ def test_run_returns_artifacts(tmp_path: Path) -> None:
 
 
 IDS = torch.tensor([1, 9] * 20)
-REFUSED = [
+LONG = "a long text without an end " * 30
+REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda m, p: m.generate("a", max_token=3), ConfigError, "max_token is not an option of generation"),
-    (lambda m, p: whorl.load(p / "none", store=str(p)), Exception, "none"),
+    (lambda m, p: m.generate("a", temperature=-1), ConfigError, "temperature is -1"),
+    (lambda m, p: m.generate("a", max_tokens=0), ConfigError, "max_tokens is 0"),
+    (lambda m, p: m.generate("a", max_tokens="many"), ConfigError, "max_tokens is 'many'"),
+    (lambda m, p: m.generate("a", seed="x"), ConfigError, "seed is 'x'"),
+    (lambda m, p: m.generate("a", stop=3), ConfigError, "stop is 3"),
+    (lambda m, p: m.generate("a", stop=""), ConfigError, "an empty string would end"),
+    (lambda m, p: m.generate(3), ConfigError, "prompts is 3"),
+    (lambda m, p: m.generate(["a", None]), ConfigError, "prompts is None"),
+    (lambda m, p: next(m.stream(b"a")), ConfigError, "prompt is b'a'"),
+    (lambda m, p: m.embed(5), ConfigError, "texts is 5"),
+    (lambda m, p: m.embed(["a", ""]), ConfigError, "texts is ''"),
+    (lambda m, p: m.embed("word " * 400), ConfigError, "at most 128, the model's context"),
+    (lambda m, p: m.log_probs([3]), ConfigError, "texts is 3"),
+    (lambda m, p: m.log_probs("word " * 400), ConfigError, "at most 128"),
+    (lambda m, p: m.chat([]), ConfigError, "messages is \\[\\]"),
+    (lambda m, p: m.chat(["hello"]), ConfigError, "a message is 'hello'"),
+    (lambda m, p: m.chat([{"role": "user"}]), ConfigError, "a mapping with role and content"),
+    (lambda m, p: whorl.load(p / "none", store=str(p)), StoreError, "none"),
+    (lambda m, p: whorl.load("x" * 5000), ConfigError, "name_or_path is 'xxx"),
+    (lambda m, p: whorl.load(3), ConfigError, "name_or_path is 3"),
+    (lambda m, p: whorl.load(""), ConfigError, "name_or_path is ''"),
     (lambda m, p: whorl.load(p, max_sequences=3), ConfigError, "max_sequences is not a setting of"),
+    (lambda m, p: whorl.load(p, max_num_seqs=0), ConfigError, "max_num_seqs is 0"),
+    (lambda m, p: whorl.load(p, context="long"), ConfigError, "context is 'long'"),
+    (lambda m, p: whorl.run("x" * 300), ConfigError, "recipe is 'xxx"),
+    (lambda m, p: whorl.run(5), ConfigError, "recipe is 5"),
+    (lambda m, p: whorl.run("quickstart", pretrain=3), ConfigError, "pretrain is 3"),
+    (lambda m, p: whorl.run("quickstart", pretrain={"seed": object()}), ConfigError, "a setting of pretrain"),
     (lambda m, p: whorl.train([], out=p), DataError, "holds no text"),
+    (lambda m, p: whorl.train([""], out=p), DataError, "holds no text"),
+    (lambda m, p: whorl.train("nots", out=p), DataError, "unknown source 'nots'"),
+    (lambda m, p: whorl.train(p / "nots", out=p), DataError, "unknown source .*nots"),
+    (lambda m, p: whorl.train(Path("x" * 300), out=p), ConfigError, "data is"),
+    (lambda m, p: whorl.train(None, out=p), ConfigError, "data is None"),
+    (lambda m, p: whorl.train([1, 2], out=p), ConfigError, "data is 1"),
+    (lambda m, p: whorl.train(IDS / 2, vocab_size=9, out=p), ConfigError, "a tensor of torch.float32"),
+    (lambda m, p: whorl.train(IDS[:0], vocab_size=9, out=p), DataError, "fewer than 2 token ids"),
+    (lambda m, p: whorl.train(LONG, out=3), ConfigError, "out is 3"),
+    (lambda m, p: whorl.train(LONG, out=__file__), ConfigError, "out is .*a folder that can be made"),
+    (lambda m, p: whorl.train(LONG, out=p, width="w"), ConfigError, "width is 'w'"),
+    (lambda m, p: whorl.train(LONG, out=p, width=16), ConfigError, "width is 16"),
+    (lambda m, p: whorl.train(LONG, out=p, steps=0), ConfigError, "steps is 0"),
+    (lambda m, p: whorl.train(LONG, out=p, tokenizer=3), ConfigError, "tokenizer is 3"),
+    (lambda m, p: whorl.train(LONG, out=p, tokenizer=p / "none"), DataError, "cannot be read as a tokenizer"),
     (lambda m, p: whorl.train(["text " * 50], out=p, step=3), ConfigError, "step is 3"),
+    (lambda m, p: whorl.train(["text " * 50], out=p, seq_len="x"), ConfigError, "x"),
     (lambda m, p: whorl.train(IDS, vocab_size=5, out=p), DataError, "ids from 1 to 9.*0 to 4"),
 ]
 
@@ -137,3 +182,21 @@ def test_wrong_argument_is_refused(
 ) -> None:
     with pytest.raises(error, match=f"(?s){words}"):
         call(model, tmp_path)
+
+
+def test_train_tells_texts_from_paths(tmp_path: Path) -> None:
+    (tmp_path / "my notes").mkdir()
+    (tmp_path / "my notes" / "a.txt").write_text("words of a file " * 9)
+    named = [f"{tmp_path}/my notes", f"{tmp_path}/my n*/*.txt", tmp_path / "my notes" / "a.txt"]
+    texts = [LONG, "word", "How are you?", "[a] * b"]  # the first is longer than a file's name
+    found = [document.text for document in _documents([*named, *texts])]
+    assert found == ["words of a file " * 9] * 3 + texts
+    assert [document.text for document in _documents(LONG)] == [LONG]
+
+
+def test_nested_settings_and_paths_reach_a_recipe(tmp_path: Path) -> None:
+    given = {"sources": [str(tmp_path)], "licences": {}, "data": {"seq_len": 5, "deep": {"x": [1]}}}
+    flat = {"sources": [str(tmp_path)], "licences": {}, "data.seq_len": 5, "data.deep.x": [1]}
+    assert _fields("plan", given) == flat
+    with pytest.raises(ConfigError, match=r"plam"):
+        whorl.run("quickstart", store=str(tmp_path), plam={"data": {"seq_len": 5}})

@@ -63,7 +63,9 @@ def blocked_modules() -> list[str]:
     base = base_distributions()
     owners = metadata.packages_distributions()
     return sorted(
-        name for name, dists in owners.items() if name != "whorl" and not {*map(canonicalize_name, dists)} & base
+        name
+        for name, dists in owners.items()
+        if name != "whorl" and not {*map(canonicalize_name, dists)} & base
     )
 
 

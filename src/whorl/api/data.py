@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import glob
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from whorl.api.arguments import as_path, invalid
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document
 from whorl.corpus.readers import read_documents
-from whorl.corpus.sources import list_files
-from whorl.errors import DataError
+from whorl.corpus.sources import KNOWN_SOURCES, list_files
+from whorl.data.files import is_url
+from whorl.errors import ConfigError, DataError, shorten
 from whorl.tokens.shards import write_shards
 from whorl.tokens.token_ids import write_id_shards
 from whorl.tokens.tokenizer import Tokenizer
@@ -22,6 +26,25 @@ from whorl.tracking.progress import Progress
 VALIDATION_FRACTION = 0.05
 TextData = str | Path | Sequence[str] | Sequence[Path]
 IdData = Tensor | Sequence[Tensor]
+
+
+def check_data(data: Any) -> Any:
+    """Return data whose parts have one of the types of `TextData` and `IdData`; iterables as lists.
+
+    Raises:
+        ConfigError: another type, or ids that are no integers.
+    """
+    expected = "a file, a folder or a glob; a list of those; a list of texts; or integer tensors"
+    if not isinstance(data, Iterable | Path) or isinstance(data, bytes | Mapping):
+        raise invalid("data", data, expected)
+    parts = [data] if isinstance(data, str | Path | Tensor) else list(data)
+    kinds = (Tensor,) if parts and isinstance(parts[0], Tensor) else (str, Path)
+    for part in parts:
+        if not isinstance(part, kinds):
+            raise invalid("data", part, expected)
+        if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):
+            raise ConfigError(f"data has a tensor of {part.dtype}", expected="integer token ids")
+    return data if isinstance(data, str | Path | Tensor) else parts
 
 
 def is_token_ids(data: Any) -> bool:
@@ -38,6 +61,8 @@ def write_id_split(data: Any, vocab_size: int, folder: Path) -> None:
     """Write token ids as a token set with the splits `train` and `validation`."""
     documents = [data] if isinstance(data, Tensor) else list(data)
     arrays = [document.detach().cpu().numpy().astype(np.int64).reshape(-1) for document in documents]
+    if sum(map(len, arrays)) < 2:
+        raise DataError("the tensors hold fewer than 2 token ids", expected="ids to train on and to hold out")
     train_ids, held_out = _split(arrays, lambda ids, at: (ids[:at], ids[at:]))
     for split, part in (("train", train_ids), ("validation", held_out)):
         write_id_shards(part, vocab_size, folder, split)
@@ -45,7 +70,7 @@ def write_id_split(data: Any, vocab_size: int, folder: Path) -> None:
 
 def write_text_split(
     data: Any,
-    tokenizer: Tokenizer | str | Path | None,
+    tokenizer: Tokenizer | None,
     vocab_size: int,
     tokens: Path,
     folder: Path,
@@ -53,11 +78,10 @@ def write_text_split(
 ) -> Tokenizer:
     """Write texts as a token set in `tokens`, and their tokenizer (given, or learned from them) into `folder`."""
     documents = list(_documents(data))
-    if not documents:
-        raise DataError(f"{data!r} holds no text", expected="a file, a folder, a glob, or a list of texts")
+    if sum(len(document.text) for document in documents) < 2:
+        found = shorten(repr(data))
+        raise DataError(f"{found} holds no text", expected="a file, a folder, a glob, or a list of texts")
     train_part, held_out = _split(documents, _cut_document)
-    if isinstance(tokenizer, str | Path):
-        tokenizer = Tokenizer.load(Path(tokenizer))
     if tokenizer is None:
         tokenizer = Tokenizer.train((document.text for document in train_part), vocab_size)
     tokenizer.save(folder)
@@ -71,8 +95,8 @@ def _documents(data: Any) -> Iterable[Document]:
     given = [data] if isinstance(data, str | Path) else list(data)
     config = IngestConfig()
     for number, item in enumerate(given):
-        if isinstance(item, Path) or (isinstance(item, str) and _is_source(item)):
-            files, _ = list_files(IngestConfig(sources=[str(item)]))
+        if isinstance(item, Path) or _is_source(item, alone=item is data):
+            files, _ = list_files(IngestConfig(sources=[as_path("data", item)]))
             for file in files:
                 for found in read_documents(
                     file, text_field=config.text_field, max_bytes=config.max_document_bytes
@@ -85,15 +109,20 @@ def _documents(data: Any) -> Iterable[Document]:
             )
 
 
-def _is_source(text: str) -> bool:
-    """Whether a text names files: a known source, an existing path, or a glob."""
-    if "\n" in text or len(text) > 1000:
+def _is_source(text: str, alone: bool) -> bool:
+    """Whether a text names files: a known source, an existing path, a URL, or a glob of existing files.
+
+    A single word that is not in a list names files too, so that a misspelt path is an error and not a text.
+    """
+    if "\n" in text or "\0" in text or len(text) > 1000:
         return False
+    path = os.path.expanduser(text)  # noqa: PTH111 - unlike pathlib, os.path accepts any text
+    is_word = len(text.split()) == 1
     return (
-        text == "python-stdlib"
-        or Path(text).expanduser().exists()
-        or any(c in text for c in "*?[")
-        or text.endswith("/")
+        text in KNOWN_SOURCES
+        or os.path.exists(path)  # noqa: PTH110
+        or (is_word and (alone or is_url(text) or text.endswith("/")))
+        or (any(c in text for c in "*?[") and next(glob.iglob(path, recursive=True), None) is not None)  # noqa: PTH207
     )
 
 

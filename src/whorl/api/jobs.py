@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whorl.api.data import IdData, TextData, is_token_ids, write_id_split, write_text_split
+from whorl.api.arguments import as_path, checked_by_pydantic, invalid, require_count
+from whorl.api.data import IdData, TextData, check_data, is_token_ids, write_id_split, write_text_split
 from whorl.api.model import Model, load
 from whorl.evals.likelihood import perplexity
 from whorl.machine.device_probe import probe
@@ -50,9 +51,12 @@ def run(
         WhorlError: from reading the recipe, or from a step. Finished steps are kept; the same call continues.
     """
     sets = [
-        f"{step}.{name}={_toml(value)}" for step, fields in settings.items() for name, value in fields.items()
+        f"{step}.{name}={_toml(step, value)}"
+        for step, fields in settings.items()
+        for name, value in _fields(step, fields).items()
     ]
-    loaded = load_recipe(str(recipe), sets=sets, budget=budget, deterministic=deterministic)
+    name = as_path("recipe", recipe)
+    loaded = load_recipe(name, sets=sets, budget=budget, deterministic=deterministic)
     return run_recipe(loaded, Store(store), Progress.silent() if quiet else Progress(), until=until)
 
 
@@ -89,9 +93,16 @@ def train(
     Raises:
         DataError: no documents, or ids outside of the vocabulary. ConfigError: a setting that does not exist.
     """
-    folder, progress = Path(out), Progress.silent() if quiet else Progress()
+    require_count(vocab_size=vocab_size, width=width, depth=depth, steps=steps)
+    folder, progress = Path(as_path("out", out)), Progress.silent() if quiet else Progress()
+    if not isinstance(tokenizer, Tokenizer | None):
+        tokenizer = Tokenizer.load(Path(as_path("tokenizer", tokenizer)))
+    data = check_data(data)
     tokens = folder / "tokens"
-    tokens.mkdir(parents=True, exist_ok=True)
+    try:
+        tokens.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise invalid("out", str(out), f"a folder that can be made ({error.strerror})") from error
     learned: Tokenizer | None = None
     if is_token_ids(data):
         write_id_split(data, vocab_size, tokens)
@@ -100,12 +111,14 @@ def train(
     token_set = TokenSet(tokens)
     machine = probe()
     job = {"batch_size": 8, "seq_len": 128, **job}
-    shape = decoder_config(width, depth, token_set.vocab_size, trained_length=job["seq_len"])
-    settings = {
-        "tokens": str(tokens), "model": shape, "steps": steps,
-        "device": machine.device, "dtype": machine.dtype, "threads": machine.threads, "compile": steps >= 1000, **job,
-    }  # fmt: skip
-    settled = job_of_program(settings)
+    if width < 32:
+        raise invalid("width", width, "at least 32, the width of a head")
+    with checked_by_pydantic():
+        shape = decoder_config(width, depth, token_set.vocab_size, trained_length=job["seq_len"])
+    settled = job_of_program({
+        "tokens": str(tokens), "model": shape, "steps": steps, "device": machine.device, "dtype": machine.dtype,
+        "threads": machine.threads, "compile": steps >= 1000, **job,
+    })  # fmt: skip
     with progress.task("Training", total=steps, unit="steps") as task:
         log = _Log(folder / "metrics.jsonl", token_set, steps, task, has_text=learned is not None)
         network = pretrain(settled, folder / "checkpoints", log, log=progress.log)
@@ -158,6 +171,20 @@ class _Log:
         self._at(step).write(step, event_record(event))
 
 
-def _toml(value: Any) -> str:
-    """A Python value as `--set` reads it."""
-    return value if isinstance(value, str) else json.dumps(value)
+def _fields(step: str, fields: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a step; those of nested tables with dotted names."""
+    if not isinstance(fields, Mapping):
+        raise invalid(step, fields, "settings of the step by name, such as {'seed': 1}")
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        nested = isinstance(value, Mapping) and value
+        found |= _fields(step, value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return found
+
+
+def _toml(step: str, value: Any) -> str:
+    """Return a Python value as `--set` reads it."""
+    try:
+        return str(value) if isinstance(value, str | Path) else json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise invalid(f"a setting of {step}", value, "text, numbers, lists or tables") from error

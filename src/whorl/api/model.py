@@ -15,6 +15,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from whorl.api.arguments import as_path, as_texts, checked_by_pydantic, invalid
 from whorl.embedding.embedder import Embedder, result_of
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
@@ -68,13 +69,16 @@ class Model:
         Raises:
             ConfigError: an option that does not exist, or a prompt without room for a token.
         """
+        texts = as_texts("prompts", prompts)
         if isinstance(prompts, str):
             return "".join(self.stream(prompts, **options))
-        encoded = [self._entry.encode_healed(prompt) for prompt in prompts]
+        encoded = [self._entry.encode_healed(text) for text in texts]
         return self._complete([self._request(healed, n, options) for n, healed in enumerate(encoded)])
 
     def stream(self, prompt: str, **options: Any) -> Iterator[str]:
         """Yield the continuation of a text in pieces, as it is sampled. Options are those of `generate`."""
+        if not isinstance(prompt, str):
+            raise invalid("prompt", prompt, "a text")
         yield from self._stream(self._request(self._entry.encode_healed(prompt), 0, options))
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
@@ -83,9 +87,18 @@ class Model:
         The chat template is that of the model's folder. A base model without one gets a plain transcript. Options are
         those of `generate`.
         """
-        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        if not isinstance(turns, Sequence) or not turns:
+            raise invalid("messages", turns, "a text, or a list of messages")
+        for turn in turns:
+            if (
+                not isinstance(turn, Mapping)
+                or not isinstance(turn.get("role"), str)
+                or "content" not in turn
+            ):
+                raise invalid("a message", turn, "a mapping with role and content")
         template = self._entry.chat_template
-        stop = (*(text.decode() for text in template.stop), *_texts(options.get("stop", ())))
+        stop = (*(text.decode() for text in template.stop), *as_texts("stop", options.get("stop", ())))
         ids = template.encode_prompt(turns)
         request = self._request(
             HealedPrompt(ids, b"", len(ids)), 0, {**options, "stop": stop}, template.stop_ids
@@ -104,9 +117,8 @@ class Model:
             [n] in fp32 for the n ids of `tokenizer.encode(text)`; a list of such tensors for a list of texts. The sum
             divided by -ln 2 and by the bytes of the text is its bits per byte.
         """
-        if isinstance(texts, str):
-            return self._log_probs(texts)
-        return [self._log_probs(text) for text in texts]
+        found = [self._log_probs(text) for text in as_texts("texts", texts)]
+        return found[0] if isinstance(texts, str) else found
 
     @torch.inference_mode()
     def embed(self, texts: str | Sequence[str]) -> Tensor:
@@ -116,12 +128,27 @@ class Model:
         """
         embed = self._entry.embed
         assert embed is not None
-        if isinstance(texts, str):
-            return torch.tensor(result_of(embed(self._entry.encode_text(texts))))
-        return torch.tensor([result_of(embed(self._entry.encode_text(text))) for text in texts])
+        vectors = []
+        for text in as_texts("texts", texts):
+            if not (ids := self._entry.encode_text(text)):
+                raise invalid("texts", text, "a text with at least one token")
+            vectors.append(torch.tensor(result_of(embed(self._fitting(ids)))))
+        if not vectors:
+            return torch.empty(0, self.network.config.d_model)
+        return vectors[0] if isinstance(texts, str) else torch.stack(vectors)
+
+    def _fitting(self, ids: list[int]) -> list[int]:
+        """Return ids that fit the model's context; raise ConfigError otherwise."""
+        if len(ids) > (most := self._entry.max_model_len):
+            raise ConfigError(
+                f"a text has {len(ids):,} tokens",
+                expected=f"at most {most:,}, the model's context",
+                do="divide the text, or raise `context` of whorl.load",
+            )
+        return ids
 
     def _log_probs(self, text: str) -> Tensor:
-        ids = self._entry.encode_prompt(text)
+        ids = self._fitting(self._entry.encode_prompt(text))
         rows = torch.tensor([ids], device=self.network.embedding.device)
         logits = self.network.logits(self.network(rows[:, :-1])).float()
         n_text = len(self._entry.encode_text(text))
@@ -136,29 +163,32 @@ class Model:
         stop_ids: frozenset[int] | None = None,
     ) -> Request:
         settings = dict(options)
-        stop = _texts(settings.pop("stop", ()))
+        stop = as_texts("stop", settings.pop("stop", ()))
         max_tokens = settings.pop("max_tokens", 256)
         unknown = sorted(set(settings) - set(SamplingParams.model_fields))
         if unknown:
             allowed = ", ".join(["max_tokens", "stop", *SamplingParams.model_fields])
             raise ConfigError(f"{unknown[0]} is not an option of generation", expected=allowed)
-        if settings.get("seed") is not None:
-            settings["seed"] += index
         room = self._entry.max_model_len - prompt.n_tokens
         if room < 1:
             raise ConfigError(
                 f"prompt {index} has {prompt.n_tokens:,} tokens",
                 expected=f"at most {self._entry.max_model_len - 1:,}",
             )
-        return Request(
-            id=str(next(self._request_ids)),
-            ids=tuple(prompt.ids),
-            sampling=SamplingParams(**settings),
-            max_tokens=min(max_tokens, room),
-            stop=tuple(text.encode() for text in stop),
-            stop_ids=frozenset(self.tokenizer.end_ids) if stop_ids is None else stop_ids,
-            forced_prefix=prompt.forced_prefix,
-        )
+        with checked_by_pydantic():
+            sampling = SamplingParams(**settings)
+            if sampling.seed is not None:
+                sampling = sampling.model_copy(update={"seed": sampling.seed + index})
+            request = Request(
+                id=str(next(self._request_ids)),
+                ids=tuple(prompt.ids),
+                sampling=sampling,
+                max_tokens=max_tokens,
+                stop=tuple(text.encode() for text in stop),
+                stop_ids=frozenset(self.tokenizer.end_ids) if stop_ids is None else stop_ids,
+                forced_prefix=prompt.forced_prefix,
+            )
+        return request.model_copy(update={"max_tokens": min(request.max_tokens, room)})
 
     def _stream(self, request: Request) -> Iterator[str]:
         """The text of one request; it is aborted when the caller stops reading."""
@@ -182,7 +212,7 @@ def load(
     Args:
         name_or_path: `RECIPE/STEP` or another name of the store (`whorl ls`), or a folder with `config.json`.
         store: folder or URL of the store; default $WHORL_HOME or `.whorl` here.
-        context: positions of prompt and output at most; default the model's own bound.
+        context: positions of prompt and output at most; default what the model declares. More gives a warning.
         engine: fields of `EngineConfig`, such as max_num_seqs, kv_cache_dtype="int8", weight_dtype="int8".
 
     Raises:
@@ -193,14 +223,12 @@ def load(
         raise ConfigError(
             f"{unknown[0]} is not a setting of the engine", expected=", ".join(EngineConfig.model_fields)
         )
-    location = ModelLocation(str(name_or_path), store)
+    if context is not None and (not isinstance(context, int) or context < 2):
+        raise invalid("context", context, "an integer, at least 2")
+    with checked_by_pydantic():
+        config = EngineConfig(**{"max_num_seqs": 32, **engine})
+    location = ModelLocation(as_path("name_or_path", name_or_path), store)
     if location.kind == "embedder":
         return Embedder.load(location.folder, Tokenizer.load(location.folder), probe().device)
-    entries, running = load_generation_model(
-        location, probe(), EngineConfig(**{"max_num_seqs": 32, **engine}), max_model_len=context
-    )
+    entries, running = load_generation_model(location, probe(), config, max_model_len=context)
     return Model(entries[0], running)
-
-
-def _texts(texts: str | Sequence[str]) -> Sequence[str]:
-    return (texts,) if isinstance(texts, str) else texts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,24 @@ from whorl.engine.native.sampling import row_sampler
 from whorl.engine.native.summary import row_summary
 from whorl.engine.sampling.sampler import Sampler
 from whorl.models import LanguageModel
+
+
+def context_length(model: LanguageModel, config: EngineConfig) -> int:
+    """Return the positions of a sequence: at most what the model declares, unless `max_model_len` is set to more.
+
+    Warns where it is: rotary positions extrapolate, and outputs there may be wrong. A table of positions is a hard limit.
+    """
+    declared = model.declared_length
+    if config.max_model_len <= declared:
+        return config.max_model_len
+    if model.max_positions is not None or "max_model_len" not in config.model_fields_set:
+        return declared
+    warnings.warn(
+        f"sequences of {config.max_model_len:,} positions exceed the {declared:,} that the model declares; "
+        "outputs beyond may be wrong",
+        stacklevel=3,
+    )
+    return config.max_model_len
 
 
 def make_runner_and_cache(

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.engine.build import make_burst, make_runner_and_cache, make_sampler
+from whorl.engine.build import context_length, make_burst, make_runner_and_cache, make_sampler
 from whorl.engine.config import EngineConfig
 from whorl.engine.generation import generate, stream
 from whorl.engine.model.batch_builder import build_batch
@@ -86,7 +86,7 @@ class Engine:
         self.compile_grammar = compile_grammar
         self.adapters = Adapters(model) if adapters is None else adapters
         self.adapters.names_in_use = lambda: {s.request.adapter for s in self._sequences.values()}
-        self.max_model_len = min(config.max_model_len, model.max_positions or config.max_model_len)
+        self.max_model_len = context_length(model, config)
         if config.batch_invariant and proposer is not None:
             raise ConfigError(
                 "batch_invariant is set together with a proposer; drafts change the sizes of matrix products",

@@ -82,9 +82,9 @@ class LanguageModel(nn.Module, ABC):
         return 512
 
     @property
-    def default_context(self) -> int | None:
-        """Return the positions of a row to serve by default where `max_positions` is None; None if nothing is known."""
-        return None
+    def declared_length(self) -> int:
+        """Return the longest row, in positions, that the model's configuration is for; the default bound of every row."""
+        return self.max_positions or 4096
 
     @property
     def ngram_context(self) -> int:

@@ -117,14 +117,15 @@ class Transformer(LanguageModel):
 
     @property
     def eval_window(self) -> int:
-        """Return the longest row that the rotary tables are made for."""
+        """Return the longest row that the rotary tables are made for; without a trained length, a shorter default."""
         trained = self.config.trained_length
-        return super().eval_window if trained is None else int(YARN_FACTOR * trained)
+        return min(super().eval_window, self.declared_length) if trained is None else self.declared_length
 
     @property
-    def default_context(self) -> int | None:
-        """Return `eval_window`, if the trained length is stored."""
-        return None if self.config.trained_length is None else self.eval_window
+    def declared_length(self) -> int:
+        """Return `max_length` (in a folder of `transformers`, max_position_embeddings), or the length of YaRN tables."""
+        trained = self.config.trained_length
+        return self.config.max_length if trained is None else int(YARN_FACTOR * trained)
 
     @property
     def ngram_context(self) -> int:

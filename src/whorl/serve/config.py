@@ -68,7 +68,7 @@ class ServedModelConfig(BaseModel):
         default=None,
         ge=2,
         le=1 << 24,
-        description="maximum tokens of prompt and output; default: the model's",
+        description="maximum tokens of prompt and output; default: what the model declares",
     )
     kv_cache_memory: float | None = Field(
         default=None,

@@ -9,16 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.support.serve.live_server import make_tiny_decoder, make_tokenizer, running
 from typer.testing import CliRunner
 
+import whorl
 from whorl.cli import build_app
 from whorl.embedding.embedder import Embedder
 from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.errors import ConfigError, StoreError
+from whorl.evals.model.engine_backend import EngineBackend
 from whorl.machine.device_probe import probe
 from whorl.models import save_model
 from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.models.transformer import Transformer
 from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
 from whorl.serve.server import bind_socket
@@ -109,3 +114,30 @@ def test_serve_rejects_bad_model_host_and_port(tmp_path: Path, folder: Path) -> 
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}"):
             bind_socket(ServeConfig(port=port))
+
+
+def test_declared_length_is_default_and_bound(tmp_path: Path) -> None:
+    """A folder with max_position_embeddings of 48: every entrance has that bound; an option exceeds it and warns."""
+    tokenizer = make_tokenizer(())
+    model = make_tiny_decoder(tokenizer)
+    declared = model.config.model_copy(update={"max_length": 48, "trained_length": None})
+    save_model(Transformer(declared, torch.Generator().manual_seed(0)), tmp_path)
+    tokenizer.save(tmp_path)
+    place, sizes = ModelLocation(str(tmp_path), None), EngineConfig(max_num_seqs=4, block_size=16)
+    (served,), engine = model_loading.load_generation_model(place, MACHINE, sizes)
+    assert served.max_model_len == engine.max_positions == 48
+    assert Engine(engine.model).max_positions == 48
+    assert EngineBackend.open(tmp_path).max_length == 48
+    assert engine.model.eval_window == 48
+    api = whorl.load(tmp_path)
+    for call in (api.generate, api.embed, api.log_probs):
+        with pytest.raises(ConfigError, match=r"at most 4[78]"):
+            call("word " * 99)
+    for longer in (
+        lambda: load(tmp_path, max_model_len=80)[0].max_model_len,
+        lambda: whorl.load(tmp_path, context=80).engine.max_positions,
+        lambda: EngineBackend.open(tmp_path, max_length=80).max_length,
+        lambda: Engine(engine.model, EngineConfig.for_batch(2, 80)).max_positions,  # rollouts
+    ):
+        with pytest.warns(UserWarning, match="80 positions exceed the 48 that the model declares"):
+            assert longer() == 80

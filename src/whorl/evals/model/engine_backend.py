@@ -54,7 +54,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 PORTION = 4096  # requests that are encoded together; an id takes up to 40 bytes as a Python integer
-DEFAULT_MAX_LENGTH = 4096  # of a model without a limit or a trained length
 CACHE_POSITIONS = 1 << 15  # of the KV cache: 16 steps; more cost memory and time to allocate
 CACHE_MEMORY_FRACTION = 0.25  # of the free memory
 BLOCK_SIZE = 8  # positions: prefixes are shared by whole pages
@@ -126,10 +125,7 @@ class EngineBackend:
         folder = ModelFolder.open(ref, store)
         model = load_model(folder.path, getattr(torch, dtype), probe().device).eval()
         tokenizer = load_tokenizer(folder.path)
-        stated = (
-            model.max_positions or model.default_context or folder.configured_length() or DEFAULT_MAX_LENGTH
-        )
-        length = max_length or stated
+        length = max_length or model.declared_length
         each = model.kv_bytes_per_token() or 1
         positions = min(batch_size * length, max(CACHE_POSITIONS, 2 * length))
         room = int(psutil.virtual_memory().available * CACHE_MEMORY_FRACTION) // each

@@ -8,7 +8,6 @@ response: the type of the weights, the length, whether bos is added.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from whorl.store import Artifact, Store
 from whorl.store.address import canonical_json, file_sha256
 
 FOLDER_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".bin")
-# Of config.json: positions that a model reads, as lm-evaluation-harness searches for them.
-LENGTH_FIELDS = ("n_positions", "max_position_embeddings", "n_ctx")
 
 
 @dataclass(frozen=True)
@@ -44,12 +41,6 @@ class ModelFolder:
         artifact = find_model(ref, store)
         artifact.check()
         return cls(artifact.path, artifact.name, artifact.address)
-
-    def configured_length(self) -> int | None:
-        """Positions that config.json states for a model of `transformers`, or None."""
-        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-        lengths = (config.get(field) for field in LENGTH_FIELDS)
-        return next((n for n in lengths if isinstance(n, int)), None)
 
 
 def find_model(ref: str | Path, store: str | None = None) -> Artifact:

@@ -65,7 +65,7 @@ def quantize(ctx: StepContext, config: QuantizeConfig) -> None:
                 "rounding 'calibrated' needs text, but the step has no token set",
                 expected="a parent that makes tokens, encoded with the model's own tokenizer",
             )
-        length = config.seq_len if model.max_positions is None else min(config.seq_len, model.max_positions)
+        length = min(config.seq_len, model.declared_length)
         rows = calibration_rows(open_token_set(ctx), config.calibration_samples, length, config.seed)
     with ctx.progress.task("Rounding", total=None, unit="matrices") as task:
         quantize_model(model, scheme, rows, task.advance)

@@ -33,7 +33,6 @@ from whorl.tokens.hf_tokenizer import load_tokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
 CACHE_MEMORY_FRACTION = 0.25  # of the free memory
-DEFAULT_MAX_MODEL_LEN = 4096  # for models without a position limit or a trained length
 
 
 class ModelLocation:
@@ -76,7 +75,7 @@ def load_generation_model(
     """Load a language model. Returns one entry for it and one per adapter, and the engine that runs all of them.
 
     Args:
-        max_model_len: positions per sequence; by default the model's limit.
+        max_model_len: positions per sequence; by default the length that the model declares. More gives a warning.
         cache_bytes: size of the KV cache; by default a share of the free memory.
         adapters: NAME=FOLDER for each adapter.
         speculation: what drafts tokens.
@@ -94,7 +93,7 @@ def load_generation_model(
     draft = speculation.load_draft(model, machine, rows)
     tokenizer = load_tokenizer(location.folder)
     gc.collect()
-    bound = model.max_positions or model.default_context or DEFAULT_MAX_MODEL_LEN
+    bound = model.declared_length
     if max_model_len is not None:
         if model.max_positions is not None and max_model_len > model.max_positions:
             raise ConfigError(
@@ -131,7 +130,7 @@ def make_engine(
     config: EngineConfig,
     **engine_kwargs: Any,
 ) -> Engine:
-    """Build an engine with the model's token bytes, its banned ids and, where llguidance is installed, a grammar compiler."""
+    """Build an engine with token bytes, banned ids and, where llguidance is installed, a grammar compiler."""
     id_bytes = tokenizer.text_bytes(model.config.vocab_size)
     ends = sorted(i for i in chat.stop_ids if i < len(id_bytes))
     can_compile = bool(ends) and find_spec("llguidance") is not None  # the Python API works without it

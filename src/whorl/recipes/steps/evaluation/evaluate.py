@@ -87,12 +87,8 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     window = config.window or model.eval_window
     if model.max_positions is not None:
         window = min(window, model.max_positions)
-        config = config.model_copy(
-            update={
-                "window": window,
-                "sample_tokens": min(config.sample_tokens, model.max_positions // 2),
-            }
-        )
+    sample_tokens = min(config.sample_tokens, model.declared_length // 2)
+    config = config.model_copy(update={"window": window, "sample_tokens": sample_tokens})
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
     names = ctx.parents["model"].name, ctx.parents["tokenizer"].name
     check_same_vocabulary(load_tokenizer(ctx.parents["model"].path), tokenizer, names=names)

@@ -56,8 +56,7 @@ def draw_samples(
     if not prompts:
         return []
     room = max(len(healed.ids) for healed in prompts)
-    if model.max_positions is not None:
-        room = max(1, min(room, model.max_positions - max_tokens))
+    room = max(1, min(room, model.declared_length - max_tokens))
     engine = Engine(
         model,
         EngineConfig.for_batch(len(prompts), room + max_tokens),
