@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tests.support.loadtest.virtual_clock import run
 
 from whorl.errors import ConfigError, DataError
-from whorl.loadtest.client import RequestRecord, SSEParser, Target, send_requests
+from whorl.http.answers import SSEParser
+from whorl.loadtest.client import RequestRecord, Target, send_requests
 from whorl.loadtest.runs import LoadResult, LoadTest, run_load_test, to_jsonl
 from whorl.loadtest.summary import LatencySLO, client_lagging, latency_stats, summarize
 from whorl.loadtest.workload import LengthDistribution, LoadConfig, ScheduledRequest
@@ -134,11 +135,11 @@ def test_sse_parser_is_independent_of_chunk_boundaries(texts: list[str], end: st
     events, found = SSEParser(), []
     for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True):
         found += events.feed(whole[a:b])
-    assert found == texts
+    assert found == [text.encode() for text in texts]
 
 
 def test_sse_parser_joins_multiline_events() -> None:
-    assert SSEParser().feed(b"data: a\ndata:b\n\n") == ["a\nb"]
+    assert SSEParser().feed(b"data: a\ndata:b\n\n") == [b"a\nb"]
 
 
 FAILURES: dict[str, Answer] = {

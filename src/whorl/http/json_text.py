@@ -15,8 +15,8 @@ MAX_ITEMS = 500_000  # values of any kind; token ids are most of them
 _CHUNK = 1 << 16  # bytes
 
 
-def json_text_problem(body: bytes) -> str:
-    """Return what exceeds the bounds, or "". Text that is not JSON gives any answer; the parser refuses it."""
+def json_text_problem(body: bytes, factor: int = 1) -> str:
+    """Return what exceeds `factor` times the bounds, or "". Text that is not JSON gives anything; the parser refuses it."""
     if b"\\" in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     data, counts, quotes = np.frombuffer(body, np.uint8), np.zeros(256, np.int64), 0
@@ -32,6 +32,6 @@ def json_text_problem(body: bytes) -> str:
         (quotes // 2, MAX_STRINGS, "strings"),
         (found[","], MAX_ITEMS, "values"),
     ):
-        if n > limit:
-            return f"{n:,} {name}; at most {limit:,} are accepted"
+        if n > factor * limit:
+            return f"{n:,} {name}; at most {factor * limit:,} are accepted"
     return ""

@@ -24,9 +24,12 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
-from whorl.errors import ConfigError, DataError
+from whorl.errors import ConfigError, DataError, shorten
+from whorl.http.answers import SSEParser, parse_answer, read_answer, read_message, read_pieces
 from whorl.loadtest.workload import Prompt, PromptPool, ScheduledRequest
 
+MAX_TOKENS = 1 << 32  # that a server may report of one request
+QUESTION_SECONDS = 60.0  # for its models, or for the ids of a text
 Endpoint = Literal["completions", "chat"]
 T = TypeVar("T")
 
@@ -113,26 +116,6 @@ class RequestRecord:
         return self.sent - self.scheduled
 
 
-class SSEParser:
-    """Incremental parser of server-sent events; accepts bytes cut at any position."""
-
-    def __init__(self) -> None:
-        self._rest, self._data = b"", list[bytes]()
-
-    def feed(self, data: bytes) -> list[str]:
-        """Add bytes; return the data of complete events. Raises UnicodeDecodeError for invalid UTF-8."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        events = []
-        for line in lines:
-            line = line.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
-                events.append(b"\n".join(self._data).decode())
-                self._data = []
-        return events
-
-
 class _RequestError(Exception):
     """A failed request: error kind and the server's message."""
 
@@ -195,7 +178,9 @@ async def _send(
             headers = {"content-type": "application/json", "accept": "text/event-stream"}
             async with client.stream("POST", target.path, content=body, headers=headers) as answer:
                 if answer.status_code != 200:
-                    raise _RequestError(f"http {answer.status_code}", _error_message(await answer.aread()))
+                    raise _RequestError(
+                        f"http {answer.status_code}", _error_message(await read_message(answer))
+                    )
                 await _read(record, answer, now)
     except _RequestError as failure:
         record.error, record.error_message = failure.kind, failure.message
@@ -205,24 +190,29 @@ async def _send(
         record.error, record.error_message = "connect", str(error)
     except (httpx.HTTPError, httpx.StreamError) as error:
         record.error, record.error_message = "broken", str(error) or type(error).__name__
-    except ValueError as error:
-        record.error, record.error_message = "unreadable", str(error)
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:  # of another form than the API's
+        record.error, record.error_message = "unreadable", shorten(str(error))
     record.finished = now()
 
 
 async def _read(record: RequestRecord, answer: httpx.Response, now: Callable[[], float]) -> None:
     """Read a stream to its end. Raises _RequestError."""
     events, usage = SSEParser(), None
-    async for piece in answer.aiter_bytes():
+    async for piece in read_pieces(answer):
         moment = now()
         for data in events.feed(piece):
-            if data == "[DONE]":
+            if data == b"[DONE]":
                 continue
-            entry = json.loads(data)
+            entry = parse_answer(data)
             if not isinstance(entry, dict):
-                raise ValueError(f"an event is not a JSON object: {data[:80]}")
+                raise ValueError(f"an event is not a JSON object: {data[:80]!r}")
             if entry.get("error"):
-                raise _RequestError("error event", _error_message(data.encode()))
+                raise _RequestError("error event", _error_message(data.decode()))
             for choice in entry.get("choices") or ():
                 if _has_output(choice):
                     record.arrivals.append(moment)
@@ -234,8 +224,16 @@ async def _read(record: RequestRecord, answer: httpx.Response, now: Callable[[],
         record.arrivals.append(now())  # the text was empty or held back by the server
     if usage is None:
         usage = {"completion_tokens": len(record.arrivals)}
-    record.prompt_tokens = int(usage.get("prompt_tokens") or 0)
-    record.output_tokens = int(usage.get("completion_tokens") or 0)
+    record.prompt_tokens, record.output_tokens = (
+        _count(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")
+    )
+
+
+def _count(value: Any) -> int:
+    """Return a number of tokens. Raises ValueError for a number that none can be."""
+    if not 0 <= (count := int(value or 0)) <= MAX_TOKENS:
+        raise ValueError(f"{count:,} tokens")
+    return count
 
 
 def _has_output(choice: dict[str, Any]) -> bool:
@@ -246,11 +244,10 @@ def _has_output(choice: dict[str, Any]) -> bool:
     )
 
 
-def _error_message(body: bytes) -> str:
+def _error_message(text: str) -> str:
     """Return the message of an error body in one line."""
-    text = body.decode(errors="replace")
     with contextlib.suppress(ValueError, AttributeError):
-        error = json.loads(text).get("error")
+        error = parse_answer(text.encode()).get("error")
         text = str(error["message"] if isinstance(error, dict) and "message" in error else error or text)
     return " ".join(text.split())[:200]
 
@@ -263,9 +260,9 @@ async def first_model(client: httpx.AsyncClient) -> str:
     """
 
     async def request() -> str:
-        answer = await client.get("/v1/models")
-        answer.raise_for_status()
-        return str(answer.json()["data"][0]["id"])
+        async with client.stream("GET", "/v1/models") as answer:
+            await _check_status(answer)
+            return str(parse_answer(await read_answer(answer))["data"][0]["id"])
 
     return await _call_server(request, client)
 
@@ -274,28 +271,33 @@ async def tokenize_pool(client: httpx.AsyncClient, model: str, text: str) -> Pro
     """Return a pool of the server's token ids of `text`, or of the text itself if the server has no /tokenize."""
 
     async def request() -> PromptPool:
-        answer = await client.post("/tokenize", json={"model": model, "prompt": text})
-        if answer.status_code in (404, 405, 501):
-            return PromptPool(text)
-        answer.raise_for_status()
-        return PromptPool(tuple(int(i) for i in answer.json()["tokens"]))
+        async with client.stream("POST", "/tokenize", json={"model": model, "prompt": text}) as answer:
+            if answer.status_code in (404, 405, 501):
+                return PromptPool(text)
+            await _check_status(answer)
+            return PromptPool(tuple(int(i) for i in parse_answer(await read_answer(answer))["tokens"]))
 
     return await _call_server(request, client)
 
 
+async def _check_status(answer: httpx.Response) -> None:
+    """Raise DataError if the status is not 200."""
+    if answer.status_code != 200:
+        message = f"{answer.status_code}, {_error_message(await read_message(answer))}"
+        raise DataError(f"{answer.request.url} answered {message}", expected="200")
+
+
 async def _call_server(request: Callable[[], Awaitable[T]], client: httpx.AsyncClient) -> T:
     try:
-        return await request()
-    except httpx.HTTPStatusError as error:
-        message = f"{error.response.status_code}, {_error_message(error.response.content)}"
-        raise DataError(f"{error.request.url} answered {message}", expected="200") from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        async with asyncio.timeout(QUESTION_SECONDS):
+            return await request()
+    except (TimeoutError, httpx.HTTPError, httpx.InvalidURL) as error:
         raise DataError(
             f"{client.base_url} does not respond: {error or type(error).__name__}",
             expected="an OpenAI-compatible server",
             do="start one with `whorl serve MODEL`, or pass its address",
         ) from error
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise DataError(
             f"{client.base_url} sent an unexpected response: {error!r}", expected="the format of OpenAI's API"
         ) from error

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from whorl.http.answers import PLAIN, no_cookies
 from whorl.loadtest.client import Endpoint, RequestRecord, Target, first_model, send_requests, tokenize_pool
 from whorl.loadtest.summary import LatencySLO, LoadSummary, summarize
 from whorl.loadtest.workload import LoadConfig, Prompt, PromptPool, ScheduledRequest, schedule_requests
@@ -75,13 +76,13 @@ async def run_load_test(
     Raises:
         DataError: the server does not respond. ConfigError: the endpoint does not support a prompt.
     """
-    headers = {"authorization": f"Bearer {test.api_key}"} if test.api_key else {}
+    headers = PLAIN | ({"authorization": f"Bearer {test.api_key}"} if test.api_key else {})
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx.Timeout(None, connect=min(30.0, test.timeout_seconds))
     if transport is None:
         transport = httpx.AsyncHTTPTransport(limits=limits)
     async with httpx.AsyncClient(
-        base_url=test.url, headers=headers, transport=transport, timeout=timeout
+        base_url=test.url, headers=headers, transport=transport, timeout=timeout, cookies=no_cookies()
     ) as client:
         model = test.model or await first_model(client)
         target = Target(model, test.endpoint, test.extra_fields, test.timeout_seconds)

@@ -27,6 +27,7 @@ from typing import Any
 import httpx2 as httpx
 
 from whorl.errors import ConfigError, one_of, shorten, without_credentials
+from whorl.http.answers import MAX_MESSAGE_BYTES, PLAIN, parse_answer, read_answer
 from whorl.router.autoscaling_advice import PoolSnapshot
 from whorl.router.breaker import CircuitBreaker, CircuitState, RetryBudget
 from whorl.router.prefix_index import BlockHashes
@@ -197,9 +198,15 @@ class ReplicaPool:
         async def check(replica: Replica) -> None:
             url = replica.url
             try:
-                answer = await client.get(f"{url}/health", timeout=HEALTH_CHECK_TIMEOUT)
-                body = answer.json() if "json" in answer.headers.get("content-type", "") else {}
-            except (httpx.HTTPError, ValueError):
+                async with (
+                    asyncio.timeout(2 * HEALTH_CHECK_TIMEOUT),
+                    client.stream(
+                        "GET", f"{url}/health", timeout=HEALTH_CHECK_TIMEOUT, headers=PLAIN
+                    ) as answer,
+                ):
+                    data = await read_answer(answer, MAX_MESSAGE_BYTES)
+                body = parse_answer(data) if "json" in answer.headers.get("content-type", "") else {}
+            except (httpx.HTTPError, TimeoutError, ValueError):
                 if url == replica.url:  # otherwise it was restarted in the meantime
                     self.on_missed_check(replica)
                 return

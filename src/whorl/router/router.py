@@ -49,6 +49,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from whorl.errors import ConfigError
+from whorl.http.answers import no_cookies
 from whorl.http.bodies import Bodies, ClientDisconnected
 from whorl.http.connections import uvicorn_limits
 from whorl.http.guard import RefusedError, headers_of, target_of
@@ -151,7 +152,7 @@ class ReplicaRouter:
                 self.startup_error = error
                 raise
             client = await stack.enter_async_context(
-                httpx.AsyncClient(limits=CONNECTION_LIMITS, trust_env=False)
+                httpx.AsyncClient(limits=CONNECTION_LIMITS, trust_env=False, cookies=no_cookies())
             )
             self._proxy = Proxy(self.pool, client, self.metrics, self._read_timeout)
             await self.pool.check_health(client)

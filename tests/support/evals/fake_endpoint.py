@@ -20,6 +20,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
+from tests.support.evals.hostile_answers import HOSTILE
+
 
 class FakeEndpoint:
     """See the top of this file. bodies: (path, body) of each POST. always: a fault of every answer."""
@@ -47,7 +49,9 @@ class FakeEndpoint:
                 fake.bodies.append((self.path, body))
                 own = fake.faults[self.path]
                 fault = own.pop(0) if own else fake.always
-                if not broken(self, fault):
+                if fault in HOSTILE:
+                    HOSTILE[fault](self)
+                elif not broken(self, fault):
                     answer(self, fake, body, fault)
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

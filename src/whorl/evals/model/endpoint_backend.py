@@ -44,6 +44,8 @@ from whorl.evals.model.windows import strided_windows
 from whorl.tokens.hf_tokenizer import load_tokenizer
 
 DEFAULT_WINDOW = 2048  # of an endpoint that does not state its length
+MAX_STATED_LENGTH = 1 << 24
+MAX_LOG_PROB = 1e-3  # rounding of another library
 
 
 class EndpointBackend:
@@ -241,7 +243,7 @@ class EndpointBackend:
         def read(events: Events) -> Score:
             texts, log_probs, best = self._echoed(events)
             usage: dict[str, Any] = next((e["usage"] for e in events if e.get("usage")), {})
-            end = min(int(usage.get("prompt_tokens") or len(texts) - 1), len(texts))
+            end = max(0, min(int(usage.get("prompt_tokens") or len(texts) - 1), len(texts)))
             start, covered = end, ""
             while start and len(covered) < len(continuation):
                 start -= 1
@@ -288,8 +290,9 @@ def _check_scores(log_probs: Sequence[Any], best: Sequence[Any]) -> tuple[tuple[
             retry=False, of_request=True,
         )  # fmt: skip
     values = tuple(float(p) for p in log_probs)
-    if any(math.isnan(p) for p in values):
-        raise Fault("the endpoint returned NaN log-probabilities", retry=False, of_request=True)
+    if not all(math.isfinite(p) and p <= MAX_LOG_PROB for p in values):
+        text = "the endpoint returned log-probabilities that are NaN, infinite or positive"
+        raise Fault(text, retry=False, of_request=True)
     if not all(best):
         raise Fault("the endpoint returns no alternatives, so greedy answers are unknown", retry=False)
     return values, all(p >= max(top.values()) for p, top in zip(values, best, strict=True))
@@ -306,6 +309,6 @@ def _stated_length(client: EndpointClient, model: str) -> int | None:
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, dict) and entry.get("id") == model:
             for name in ("max_model_len", "context_length", "max_context_length"):
-                if isinstance(entry.get(name), int):
-                    return int(entry[name])
+                if isinstance(length := entry.get(name), int) and 2 < length <= MAX_STATED_LENGTH:
+                    return int(length)
     return None

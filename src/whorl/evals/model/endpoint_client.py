@@ -2,6 +2,9 @@
 
     client.call("/completions", body, parse)        parse(events) -> result; a `Fault` of it is retried as well
 
+An answer has bounds on bytes, values and levels (`http/answers.py`), and one deadline from the connection to its last byte.
+An event loop in a thread sends the requests, because a read of a socket cannot be ended from outside.
+
 Retried: no connection, a timeout, the statuses 408, 409, 425, 429 and 5xx, a body or a stream that ends early, an answer of
 another model. Waits grow by the factor 2, with jitter, and follow `Retry-After`. Not retried: statuses that depend on the
 request (400, 413, 422) or on the settings (401, 403, 404).
@@ -14,18 +17,30 @@ Needs httpx (`pip install 'whorl[serve]'`).
 
 from __future__ import annotations
 
+import asyncio
 import importlib
-import json
+import math
 import os
 import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from whorl.errors import ConfigError, shorten
+from whorl.errors import ConfigError, shorten, without_credentials
 from whorl.evals.model.requests import Missing
+from whorl.http.answers import (
+    PLAIN,
+    BadAnswerError,
+    SSEParser,
+    no_cookies,
+    parse_answer,
+    read_answer,
+    read_message,
+    read_pieces,
+)
 
 T = TypeVar("T")
 Events = list[dict[str, Any]]
@@ -35,12 +50,12 @@ REQUEST_STATUS = frozenset({400, 413, 422})  # the next request may succeed
 KEY_STATUS = frozenset({401, 403})
 DEAD_AFTER = 20  # calls in a row
 MAX_WAIT = 60.0  # seconds
-MAX_ANSWER_CHARACTERS = 1 << 26
+MAX_EVENTS = 1 << 20  # of a stream
 _TAG = re.compile(r"<(?:style|script)\b.*?</(?:style|script)>|<[^>]*>", re.DOTALL)
 
 
 class Fault(Exception):
-    """Why an answer cannot be used. wait: its `Retry-After`, in seconds. of_request: another request may succeed."""
+    """Why an answer cannot be used. wait: its `Retry-After`, seconds from 0. of_request: another request may succeed."""
 
     def __init__(
         self, reason: str, *, retry: bool = True, wait: float | None = None, of_request: bool = False
@@ -77,20 +92,28 @@ class EndpointClient:
             raise ConfigError(
                 f"the endpoint {shorten(url)!r} is not a URL", expected="such as http://127.0.0.1:8000/v1"
             )
+        if without_credentials(url) != url:
+            raise ConfigError(
+                f"the endpoint {url} has a password or key in its URL",
+                expected="an environment variable with the key",
+            )
         try:
             self._httpx: Any = importlib.import_module("httpx")
         except ImportError as error:
             raise ConfigError("endpoints need httpx", do="pip install 'whorl[serve]'") from error
         self.url, self.max_retries, self.backoff = url.rstrip("/"), max_retries, backoff
         self.timeout, self.deadline = timeout, max(deadline, timeout)
-        key = os.environ.get(api_key_env, "")
+        key = self._key = os.environ.get(api_key_env, "")
         self._key_hint = (
             f"the key of {api_key_env} was sent" if key else f"no key was sent: set {api_key_env}"
         )
-        self._client = self._httpx.Client(
-            timeout=timeout, headers={"Authorization": f"Bearer {key}"} if key else {},
+        self._client = self._httpx.AsyncClient(
+            timeout=timeout, headers=PLAIN | ({"Authorization": f"Bearer {key}"} if key else {}), cookies=no_cookies(),
             limits=self._httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
         )  # fmt: skip
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=_run_loop, args=[self._loop], name="whorl-endpoint-io", daemon=True).start()
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
         self._lock, self._failed_calls, self._last_reason = threading.Lock(), 0, ""
         self.n_posted = 0
 
@@ -104,7 +127,8 @@ class EndpointClient:
             try:
                 out = _parsed(parse, self._attempt(path, body))
             except Fault as fault:
-                reason = shorten(str(fault), 300)
+                text = str(fault)  # it may repeat the key
+                reason = shorten(text.replace(self._key, "***") if self._key else text, 300)
                 if not fault.retry or attempt == self.max_retries:
                     if not fault.of_request:
                         self._record(reason)
@@ -121,14 +145,18 @@ class EndpointClient:
     def get(self, path: str) -> Any:
         """Return the JSON of a GET, or None."""
         try:
-            answer = self._client.get(self.url + path)
-            return answer.json() if answer.status_code == 200 else None
-        except (self._httpx.HTTPError, ValueError):
+            [content] = self._run(self._fetch("GET", path, None, self.timeout))
+            return content
+        except Fault:
             return None
 
     def close(self) -> None:
         """Close all connections."""
-        self._client.close()
+        self._run(self._client.aclose())
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the event loop of the requests."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _record(self, reason: str) -> None:
         with self._lock:
@@ -136,22 +164,32 @@ class EndpointClient:
             self._last_reason = reason
 
     def _attempt(self, path: str, body: Mapping[str, Any]) -> Events:
-        httpx = self._httpx
         with self._lock:
             self.n_posted += 1
+        return self._run(self._fetch("POST", path, dict(body), self.deadline))
+
+    async def _fetch(self, method: str, path: str, body: dict[str, Any] | None, deadline: float) -> Events:
+        """Return the events of an answer that ends within `deadline` seconds. Raises Fault."""
+        httpx = self._httpx
         try:
-            with self._client.stream("POST", self.url + path, json=dict(body)) as answer:
+            async with (
+                asyncio.timeout(deadline),
+                self._client.stream(method, self.url + path, json=body) as answer,
+            ):
                 if answer.status_code != 200:
-                    answer.read()
-                    raise _status_fault(answer.status_code, answer.headers, answer.text, self._key_hint)
-                lines = _bounded(answer.iter_lines(), time.monotonic() + self.deadline)
+                    text = await read_message(answer)
+                    raise _status_fault(answer.status_code, answer.headers, text, self._key_hint)
                 if answer.headers.get("content-type", "").startswith("text/event-stream"):
-                    return list(_parse_stream(lines))
-                return [_parse_object("\n".join(lines))]
+                    return await _read_stream(answer)
+                return [_parse_object(await read_answer(answer))]
         except httpx.TimeoutException as error:
             raise Fault(
                 f"timed out after {self.timeout:g} s without a byte ({type(error).__name__})"
             ) from error
+        except TimeoutError as error:
+            raise Fault(f"timed out: the answer did not end in {deadline:g} s") from error
+        except BadAnswerError as error:
+            raise Fault(str(error), of_request=True) from error
         except httpx.RemoteProtocolError as error:
             raise Fault(f"the answer ended early: {error}") from error
         except httpx.InvalidURL as error:
@@ -160,45 +198,38 @@ class EndpointClient:
             raise Fault(f"no answer: {error or type(error).__name__}") from error
 
 
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
 def _parsed(parse: Callable[[Events], T], events: Events) -> T:
     """Return parse(events). Raises Fault: also for events of another form than the API's."""
     try:
         return parse(events)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise Fault(
             f"the answer does not have the form of the API: {type(error).__name__}: {error}"
         ) from error
 
 
-def _bounded(lines: Iterator[str], deadline: float) -> Iterator[str]:
-    n = 0
-    for line in lines:
-        n += len(line)
-        if time.monotonic() > deadline:
-            raise Fault("timed out: the answer did not end in time")
-        if n > MAX_ANSWER_CHARACTERS:
-            raise Fault("the answer is larger than 64 MiB", retry=False, of_request=True)
-        yield line
-
-
-def _parse_stream(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        if not line.startswith("data:"):
-            continue
-        data = line[5:].strip()
-        if data == "[DONE]":
-            return
-        yield _parse_object(data)
+async def _read_stream(answer: Any) -> Events:
+    """Return the events of a stream up to [DONE]. Raises Fault, BadAnswerError."""
+    parser, events = SSEParser(), list[dict[str, Any]]()
+    async for piece in read_pieces(answer):
+        for data in parser.feed(piece):
+            if data.strip() == b"[DONE]":
+                return events
+            if len(events) == MAX_EVENTS:
+                raise BadAnswerError(f"the stream has more than {MAX_EVENTS:,} events")
+            events.append(_parse_object(data))
     raise Fault("the stream ended without [DONE]")
 
 
-def _parse_object(text: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise Fault(f"the answer is no JSON: {shorten(text)!r}") from error
+def _parse_object(body: bytes) -> dict[str, Any]:
+    content = parse_answer(body)
     if not isinstance(content, dict):
-        raise Fault(f"the answer is no object: {shorten(text)!r}")
+        raise Fault(f"the answer is no object: {shorten(body[:1000].decode(errors='replace'))!r}")
     if content.get("error"):
         raise Fault(f"the endpoint reports: {_message(content)}")
     return content
@@ -206,19 +237,22 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 def _status_fault(status: int, headers: Mapping[str, str], text: str, key_hint: str = "") -> Fault:
     try:
-        message = _message(json.loads(text))
+        message = _message(parse_answer(text.encode()))
     except (ValueError, AttributeError):
         message = shorten(" ".join(_TAG.sub(" ", text).split()))  # often a page of HTML
     try:
         wait = float(headers.get("retry-after", ""))
     except ValueError:
-        wait = None
+        wait = math.nan
     if key_hint and status in KEY_STATUS:
         message = f"{message} ({key_hint})"
     retry = status in RETRIED_STATUS or status >= 500
     of_request = status in REQUEST_STATUS
     return Fault(
-        f"status {status}: {message}", retry=retry, wait=wait if retry else None, of_request=of_request
+        f"status {status}: {message}",
+        retry=retry,
+        wait=wait if retry and wait >= 0 else None,
+        of_request=of_request,
     )
 
 
