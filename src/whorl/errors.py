@@ -9,11 +9,17 @@ This module is the lowest layer: it imports no other module of the package.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 DOCS_URL = "https://github.com/whorl-ml/whorl/blob/main/docs"  # an installed package has no docs
+_NO_EXAMPLE = "?"
+_SINGLE = (bool, int, float, str)
 # User information of a URL, and the values of parameters that give access.
 _CREDENTIALS = re.compile(
     r"""(https?://)[^\s/'"]+@|(://)[^\s/'"@:]*:[^\s/'"]*@"""
@@ -114,3 +120,51 @@ def one_of(value: str, allowed: Sequence[str]) -> str:
     near = difflib.get_close_matches(value, allowed, n=1)
     listing = ", ".join(allowed)
     return f"one of: {listing}" + (f" (did you mean {near[0]!r}?)" if near else "")
+
+
+def example_setting(model: Any, error: Mapping[str, Any]) -> str:
+    """Return a list or table, as TOML, that a setting accepts; "" for a single value, or one that the model refuses.
+
+    Args:
+        model: of pydantic. error: an item of `ValidationError.errors()`.
+    """
+    annotation: Any = model
+    for part in error["loc"]:
+        if isinstance(part, int):
+            break
+        options = [annotation, *typing.get_args(annotation)]
+        table = next((o for o in options if part in getattr(o, "model_fields", ())), None)
+        if table is None:
+            return ""
+        annotation = table.model_fields[part].annotation
+    example = _example(annotation)
+    is_type = error["loc"] and error["type"] not in ("value_error", "assertion_error")
+    return example if is_type and example[0] in "[{" and _NO_EXAMPLE not in example else ""
+
+
+def _example(annotation: Any) -> str:
+    kind, inner = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
+    if kind in (typing.Union, types.UnionType):
+        found = [_example(option) for option in inner if option is not type(None)]
+        return max(found, key=lambda text: text[0] in "[{")
+    if kind is typing.Annotated:
+        return _example(inner[0])
+    if kind is typing.Literal:
+        return json.dumps(inner[0])
+    if hasattr(kind, "model_fields"):
+        fields = [(n, f) for n, f in kind.model_fields.items() if f.annotation not in (None, type(None))]
+        single = [(name, field) for name, field in fields if isinstance(field.default, _SINGLE)]
+        chosen = [(name, field) for name, field in fields if field.is_required()] or single[:1] or fields[:1]
+        return f"{{ {', '.join(f'{name} = {_field_example(field)}' for name, field in chosen)} }}"
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        return f"{{ {'name' if inner[:1] == (str,) else '1'} = {_example(inner[1]) if inner else '1'} }}"
+    if isinstance(kind, type) and issubclass(kind, Collection) and not issubclass(kind, str):
+        return f"[{', '.join(_example(each) for each in inner or (str,) if each is not ...)}]"
+    texts = dict.fromkeys((str, Path, typing.Any), '"text"')
+    return {bool: "true", int: "1", float: "0.2", **texts}.get(kind, _NO_EXAMPLE)
+
+
+def _field_example(field: Any) -> str:
+    least = next((bound.ge for bound in field.metadata if hasattr(bound, "ge")), None)
+    value = field.default if isinstance(field.default, _SINGLE) else least
+    return _example(field.annotation) if value in (None, "") else json.dumps(value)

@@ -139,6 +139,25 @@ def test_progress_plain_lines_for_long_tasks() -> None:
     assert second == "Reading: 2 of 4 (50 %), 30 s, about 30 s left" and last == "Reading: 4 of 4, 30 s"
 
 
+def test_progress_last_line_has_the_final_count() -> None:
+    """Of work that counts nothing, all of it; of work that ends early, what was done, and no time that is left."""
+    stream = io.StringIO()
+    progress = Progress(stream, interactive=False, every=1000)
+    with progress.task("Sorting", total=3, unit="files"):
+        pass
+    with progress.task("Training", total=10, unit="steps") as task:
+        task.advance(6)
+        task._start -= 60
+    with progress.task("Evaluating", total=4, unit="episodes") as task:
+        task.update(done=0)
+    with pytest.raises(ZeroDivisionError), progress.task("Reading", total=3, unit="files"):
+        raise ZeroDivisionError
+    assert stream.getvalue().splitlines() == [
+        "Sorting: 3 of 3 files, 0.0 s", "Training: 6 of 10 steps (60 %), 1 min 00 s",
+        "Evaluating: 0 of 4 episodes (0 %), 0.0 s", "Reading: 0 of 3 files (0 %), 0.0 s (stopped)",
+    ]  # fmt: skip
+
+
 def test_progress_failed_task_and_silent() -> None:
     stream, silent = io.StringIO(), Progress.silent()
     with pytest.raises(ZeroDivisionError), Progress(stream, interactive=False).task("Reading"):

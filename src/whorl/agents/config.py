@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from whorl.errors import ConfigError, one_of
+from whorl.errors import ConfigError, example_setting, one_of
 
 Algorithm = Literal["a2c", "ppo", "impala"]
 
@@ -127,4 +127,8 @@ def parse_config(algorithm: str, environment: str, changes: Mapping[str, object]
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the settings"
-        raise ConfigError(f"{where}: {first['msg']}", do="see `whorl rl train --help`") from error
+        example = example_setting(AgentConfig, first)
+        raise ConfigError(
+            f"{where}: {first['msg']}", expected=f"for example {example}" if example else "",
+            do="see `whorl rl train --help`",
+        ) from error  # fmt: skip

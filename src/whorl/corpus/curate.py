@@ -111,11 +111,13 @@ def curate(
                 config.decontaminate, documents, out, progress, units=units, executor=executor
             )
             reasons[found[reasons[found] == ""]] = "contaminated"
-        with progress.task("Removing duplicates", total=len(documents), unit="files"):
+        n_kept = int((reasons == "").sum())
+        with progress.task("Removing duplicates", unit="documents") as task:
             remove_duplicates(
                 documents, out, store, executor, reasons, ranks=ranks, earlier=earlier, semantic=config.semantic,
                 minhash=config.minhash_config if config.near_duplicates == "remove" else None, encoder=encoder,
             )  # fmt: skip
+            task.update(done=n_kept - int((reasons == "").sum()))
     kept = reasons == ""
     if not kept.any():
         names, counts = np.unique(reasons, return_counts=True)

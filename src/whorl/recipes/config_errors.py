@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tomllib
 import typing
@@ -10,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from whorl.errors import ConfigError, one_of, without_credentials
+from whorl.errors import ConfigError, example_setting, one_of, without_credentials
 from whorl.recipes.old_names import leaf_paths
 
 
@@ -70,11 +71,19 @@ def _explained(
         return ConfigError(f"{where}: the settings of {step} contradict each other", expected=expected)
     dotted, given = ".".join([step, *path]), first["input"]
     about = config.model_fields[path[0]].description
-    is_text = first["type"] == "list_type" and isinstance(given, str)
+    example = example_setting(config, first)
+    whole = ".".join(
+        [step, *itertools.takewhile(lambda part: not part.isdecimal(), path)]
+    )  # no place in a list
+    if first["type"] == "list_type" and isinstance(given, str):
+        example = f'["{given}"]'
+    kind = "list" if example[:1] == "[" else "table"
+    if example and first["type"].startswith(("list", "tuple", "set", "frozen", "dict", "mapping", "model")):
+        expected = f"a {kind}"
     return ConfigError(
         f"{location(*path)}: {dotted} cannot be {given!r}",
         expected=expected + (f" ({about})" if about else ""),
-        do=f"""write a list: --set '{dotted}=["{given}"]'""" if is_text else "",
+        do=f"write a {kind}: --set '{whole}={example}'" if example else "",
     )
 
 

@@ -61,7 +61,8 @@ class ProgressTask:
 
     def __init__(self, progress: Progress, label: str, total: float | None, unit: str) -> None:
         self.label, self.total, self.unit = label, total, unit
-        self.done = 0.0
+        self.done, self.counted = 0.0, False
+        self.ended = False
         self.note = ""
         self._progress = progress
         self._start = self._said = time.monotonic()
@@ -76,7 +77,7 @@ class ProgressTask:
     ) -> None:
         """Set the work done, the total, or the note after the bar."""
         if done is not None:
-            self.done = done
+            self.done, self.counted = done, True
         if total is not None:
             self.total = total
         if note is not None:
@@ -105,7 +106,9 @@ class ProgressTask:
 
     def _remaining(self) -> float:
         """Seconds to the end at the mean speed so far; 0 if unknown."""
-        early = self.seconds < REMAINING_AFTER or self.done < REMAINING_FRACTION * (self.total or 0)
+        early = (
+            self.ended or self.seconds < REMAINING_AFTER or self.done < REMAINING_FRACTION * (self.total or 0)
+        )
         if not self.total or early or self.done >= self.total:
             return 0.0
         return self.seconds * (self.total / self.done - 1)
@@ -198,6 +201,9 @@ class Progress:
                 self.log(task.summary())
 
     def _end(self, task: ProgressTask, *, stopped: bool) -> None:
+        task.ended = True
+        if not stopped and not task.counted:  # work without a count is done when its block is
+            task.done = task.total or 0.0
         with self._lock:
             self._tasks.remove(task)
             if self._live is not None and task._bar is not None:

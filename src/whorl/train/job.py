@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, example_setting
 from whorl.machine.memory import MemoryText
 from whorl.models import TransformerConfig
 from whorl.models.legacy_config import upgrade_transformer
@@ -142,7 +142,9 @@ def job_of_program(settings: Mapping[str, Any]) -> Job:
         problem = error.errors()[0]
         raise ConfigError(
             f"{'.'.join(map(str, problem['loc']))} is {problem['input']!r}",
-            expected=str(problem["msg"]).lower(),
+            expected=", such as ".join(
+                filter(None, (str(problem["msg"]).lower(), example_setting(Job, problem)))
+            ),
             do="see whorl.train.job.Job for the fields",
         ) from error
     permit_code(*code_named_in(job.model_dump()))

@@ -32,7 +32,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from whorl.errors import ConfigError, one_of
+from whorl.errors import ConfigError, example_setting, one_of
 
 
 def _listed(value: Any) -> Any:
@@ -135,7 +135,9 @@ def settings_error(
     expected = (field.description or "") if field is not None else ""
     if first["type"] == "missing":
         return ConfigError(f"{where}: {name} is missing", expected=expected, do=do)
-    return ConfigError(f"{where}: {name} is wrong: {first['msg']}", expected=expected, do=do)
+    example = example_setting(model, first)
+    more = f", such as {example}" if example else ""
+    return ConfigError(f"{where}: {name} is wrong: {first['msg']}{more}", expected=expected, do=do)
 
 
 def _fields_at(model: type[BaseModel], place: Sequence[int | str]) -> Mapping[str, FieldInfo]:
