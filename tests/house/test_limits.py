@@ -102,3 +102,7 @@ def test_list_refuses_invalid_entries(tmp_path: Path) -> None:
         path.write_text(json.dumps([entry | change for change in wrong]))
         with pytest.raises(ValueError, match=message):
             limits.read_allowed(path)
+
+
+def test_readme_has_at_most_140_lines() -> None:
+    assert len((limits.ROOT / "README.md").read_text("utf-8").splitlines()) <= 140
