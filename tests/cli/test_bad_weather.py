@@ -43,6 +43,11 @@ def test_version_needs_no_verb(tmp_path: Path) -> None:
         (("sample", "tiny/curate", "x", "--temperature", "inf"), "--temperature is inf", 2),
         (("sample", "tiny/curate", "x", "-n", "999999999999"), "at most 1,000,000", 2),
         (("serve", "tiny/curate", "--max-model-len", "1000000000"), "less than or equal to 16777216", 2),
+        (("show", "x" * 5000), "is no path: File name too long\n  expected: a name", 2),
+        (("run", "r" * 300), "is no path: File name too long", 2),
+        (("ls", "--store", "s" * 300), "File name too long\n  do: shorten it", 2),
+        (("serve", "~no-such-user/model"), "is no path: Could not determine home directory", 2),
+        (("eval", "m" * 300, "--task", "arc"), "is no path", 2),
         (("route", "--discover", "name"), "whorl: --discover name\n  expected: NAME:PORT", 2),
     ],
 )

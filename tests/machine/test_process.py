@@ -19,7 +19,7 @@ import torch
 from tests.support.children import children
 
 from whorl.machine import fork_server, process
-from whorl.machine.process import Channel, Child, Descriptor, start_command
+from whorl.machine.process import Channel, Child, Descriptor, start_command, wait_for
 
 ENTRIES = "tests.support.child_entries:"
 KINDS = pytest.mark.parametrize("preload", [(), ("torch",)], ids=["interpreter", "fork"])
@@ -57,7 +57,7 @@ def test_child_killed_while_it_starts_does_not_hang(
     start: Any, preload: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its arguments are larger than a socket's buffer, and nothing reads them any more."""
-    where, name = (fork_server, "fork") if preload else (process, "_Popen")
+    where, name = (fork_server, "fork" if preload else "NewInterpreter")
     begin = getattr(where, name)
 
     def begin_and_kill(*args: Any) -> Any:
@@ -264,3 +264,17 @@ def test_children_are_found_by_name(start: Any) -> None:
     child = start("echo", name="replica 1", preload=("torch",))
     child.channel.recv()
     assert [p.pid for p in children("replica")] == [child.pid]
+
+
+def test_wait_names_a_stopped_child(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not ended, and answers when it is continued. A wait for a busy child warns of nothing."""
+    monkeypatch.setattr(process, "STOPPED_SECONDS", 0.05)
+    child = start("echo", 1, name="replica 1")
+    assert child.channel.recv() == (1,) and not child.is_stopped()
+    assert wait_for([child.channel, child.sentinel], 0.2, [child]) == []
+    os.kill(child.pid, signal.SIGSTOP)
+    child.channel.send("late")
+    with pytest.warns(RuntimeWarning, match=rf"replica 1 \(process {child.pid}\) is stopped.*kill -CONT"):
+        assert wait_for([child.channel, child.sentinel], 0.2, [child]) == []
+    os.kill(child.pid, signal.SIGCONT)
+    assert wait_for([child.channel], None, [child]) == [child.channel] and child.channel.recv() == "late"

@@ -24,8 +24,9 @@ from whorl.machine.forced_choices import FORCE, forced_choices
 from whorl.machine.identity import CpuIdentity
 from whorl.nn.native import library
 from whorl.recipes import RunResult, StepContext, StepKind, parse_recipe, run_recipe, runner, step_kinds
-from whorl.recipes.recipe import Recipe, load_recipe, ready_recipes
+from whorl.recipes.recipe import Recipe, load_recipe
 from whorl.recipes.registry import start_native_builds
+from whorl.recipes.toml_lines import ready_recipes
 from whorl.store import Store
 from whorl.tracking.progress import Progress
 

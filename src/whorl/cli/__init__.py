@@ -9,6 +9,7 @@ continues the run. Any other exception is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import io
@@ -24,7 +25,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from whorl.cli.config_options import expand
-from whorl.errors import WhorlError
+from whorl.errors import WhorlError, shorten
 
 VERBS = {
     "run": "jobs",
@@ -148,6 +149,13 @@ def with_error_handling(verb: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # the reader of the pipe (head, less) has closed it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            print(
+                f"whorl: {shorten(repr(error.filename))}: {error.strerror}\n  do: shorten it", file=sys.stderr
+            )
+            raise typer.Exit(2) from error
 
     return call
 

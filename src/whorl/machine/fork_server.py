@@ -24,10 +24,10 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from multiprocessing import reduction
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from socket import socket, socketpair
 
 _PID, _CODE = struct.Struct("<q"), struct.Struct("<i")
@@ -37,6 +37,9 @@ from whorl.machine.fork_server import main
 from whorl.machine.process import run_child
 main(int(sys.argv[1]), run_child)
 """
+_NEW_INTERPRETER = (
+    "import sys; from whorl.machine.process import run_child; sys.exit(run_child(int(sys.argv[1])))"
+)
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1") | {
     "JE_ARROW_MALLOC_CONF": "background_thread:false"  # of pyarrow's allocator
 }
@@ -64,6 +67,43 @@ class Forked:
             except (EOFError, OSError):  # the server died, and the kernel killed its children
                 self._code = -signal.SIGKILL
         return self._code
+
+
+class NewInterpreter:
+    """A child that is a new interpreter, where none can be forked."""
+
+    def __init__(self, fd: int, environment: Mapping[str, str]) -> None:
+        path = os.pathsep.join(p for p in sys.path if p)
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", _NEW_INTERPRETER, str(fd)],
+            pass_fds=(fd,),
+            stdin=subprocess.DEVNULL,
+            env={**environment, "PYTHONPATH": path},
+        )
+        self.pid = self._popen.pid
+        self.sentinel = _Sentinel(self._popen)
+
+    def poll(self) -> int | None:
+        return self._popen.poll()
+
+
+class _Sentinel:
+    """A pidfd; on systems without, a pipe that a waiting thread closes."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        try:
+            self._end = Connection(os.pidfd_open(popen.pid), writable=False)
+        except (AttributeError, OSError):
+            self._end, other = Pipe(duplex=False)
+            threading.Thread(target=_close_after, args=(popen, other), daemon=True).start()
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+
+def _close_after(popen: subprocess.Popen[bytes], end: Connection) -> None:
+    popen.wait()
+    end.close()
 
 
 class _Server:

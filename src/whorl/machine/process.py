@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import math
 import os
 import pickle
 import select
@@ -29,19 +30,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import context, process, reduction
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from whorl.machine import fork_server
 from whorl.registry import import_attribute
 
+STOPPED_SECONDS = 5.0  # of a wait, then of each further one, after which stopped children are named
 FDS_PER_MESSAGE = 200  # the kernel's limit is 253
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_BOOTSTRAP = "import sys; from whorl.machine.process import run_child; sys.exit(run_child(int(sys.argv[1])))"
 
 
 class Channel(Connection):
@@ -184,12 +186,12 @@ class Child:
             "fds": len(collector.fds),
         }
         self.channel, child_end = Channel.pair()
-        self._running: _Popen | fork_server.Forked
+        self._running: fork_server.NewInterpreter | fork_server.Forked
         with child_end:
             if preload and fork_server.available():
                 self._running = fork_server.fork(child_end.fileno(), preload)
             else:
-                self._running = _Popen(child_end.fileno(), environment)
+                self._running = fork_server.NewInterpreter(child_end.fileno(), environment)
         self.pid = self._running.pid
         with suppress(ConnectionError):  # it is dead already, which its first reader learns
             self.channel.send(setup)
@@ -229,47 +231,40 @@ class Child:
         code = self.wait(seconds)
         return self.kill() if code is None else code
 
+    def is_stopped(self) -> bool:
+        """Return whether a signal (SIGSTOP, SIGTSTP) has stopped the process, which then has not ended."""
+        import psutil
+
+        with suppress(psutil.Error):
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        return False
+
     def exit_description(self) -> str:
         """Return "NAME (process 17) was killed by SIGKILL" after the end of the process."""
         code = self.poll()
         return f"{self.name} (process {self.pid}) {'runs' if code is None else describe_exit(code)}"
 
 
-class _Popen:
-    """A new interpreter."""
+def wait_for(objects: Sequence[Any], seconds: float | None, children: Iterable[Child]) -> list[Any]:
+    """Return the objects that are ready after at most `seconds`; None: no limit. See `multiprocessing.connection.wait`.
 
-    def __init__(self, fd: int, environment: Mapping[str, str]) -> None:
-        path = os.pathsep.join(p for p in sys.path if p)
-        self._popen = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, str(fd)],
-            pass_fds=(fd,),
-            stdin=subprocess.DEVNULL,
-            env={**environment, "PYTHONPATH": path},
-        )
-        self.pid = self._popen.pid
-        self.sentinel = _Sentinel(self._popen)
+    A child that a signal has stopped answers nothing and has not ended: a warning names it, and the wait continues.
 
-    def poll(self) -> int | None:
-        return self._popen.poll()
-
-
-class _Sentinel:
-    """A pidfd; on systems without, a pipe that a waiting thread closes."""
-
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
-        try:
-            self._end = Connection(os.pidfd_open(popen.pid), writable=False)
-        except (AttributeError, OSError):
-            self._end, other = Pipe(duplex=False)
-            threading.Thread(target=_close_after, args=(popen, other), daemon=True).start()
-
-    def fileno(self) -> int:
-        return self._end.fileno()
-
-
-def _close_after(popen: subprocess.Popen[bytes], end: Connection) -> None:
-    popen.wait()
-    end.close()
+    children: those on which the objects depend.
+    """
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        ready: list[Any] = wait(objects, max(0.0, min(left, STOPPED_SECONDS)))
+        if ready or left <= STOPPED_SECONDS:
+            return ready
+        for child in children:
+            if child.is_stopped():
+                warnings.warn(
+                    f"{child.name} (process {child.pid}) is stopped by a signal, and this process waits for it; "
+                    f"`kill -CONT {child.pid}` continues it",
+                    RuntimeWarning, stacklevel=2,
+                )  # fmt: skip
 
 
 def describe_exit(code: int) -> str:

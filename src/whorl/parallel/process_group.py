@@ -29,7 +29,7 @@ import torch.multiprocessing  # registers how shared tensors are pickled
 from whorl.errors import WhorlError
 from whorl.machine.device_probe import usable_cores
 from whorl.machine.malloc import keep_freed_memory
-from whorl.machine.process import Channel, Child, describe_exit
+from whorl.machine.process import Channel, Child, describe_exit, wait_for
 
 SHUTDOWN_TIMEOUT = 15.0  # a replica notices the end at its next barrier
 REPLICA_TIMEOUT = 600.0  # a first step includes compilation; no live replica takes longer
@@ -82,9 +82,11 @@ class ProcessGroup:
 
     def _receive(self, rank: int, peer: Connection) -> tuple[float, ...]:
         try:
-            if not peer.poll(REPLICA_TIMEOUT):
+            children = self.children[rank - 1 : rank] if rank else []
+            if not wait_for([peer], REPLICA_TIMEOUT, children):
+                stopped = "; a signal has stopped it" if any(c.is_stopped() for c in children) else ""
                 raise ReplicaError(
-                    f"training replica {rank} did not respond for {REPLICA_TIMEOUT:.0f} s",
+                    f"training replica {rank} did not respond for {REPLICA_TIMEOUT:.0f} s{stopped}",
                     do="run the same command again: it resumes from the last checkpoint",
                 )
             message = peer.recv_bytes()

@@ -1,8 +1,9 @@
 """Recipes: TOML lists of steps, validated before any work and run by look-up in the store."""
 
-from whorl.recipes.recipe import Recipe, RecipeStep, load_recipe, parse_recipe, ready_recipes
+from whorl.recipes.recipe import Recipe, RecipeStep, load_recipe, parse_recipe
 from whorl.recipes.registry import StepContext, StepKind, step, step_kinds
 from whorl.recipes.runner import RunResult, run_folder, run_recipe
+from whorl.recipes.toml_lines import ready_recipes
 
 __all__ = [
     "Recipe",

@@ -22,24 +22,23 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from whorl.errors import DOCS_URL, ConfigError, one_of
+from whorl.errors import DOCS_URL, ConfigError, one_of, shorten
 from whorl.machine.budget import budget_ratio, shrink_sizes
 from whorl.machine.forced_choices import check_forced
 from whorl.recipes.config_errors import parse_flag_value, validated_config
 from whorl.recipes.old_names import leaf_paths, refuse_old_key
 from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
 from whorl.recipes.renamed import ROLES, STEPS
-from whorl.recipes.toml_lines import key_lines, line_of
+from whorl.recipes.toml_lines import key_lines, line_of, read_recipe_text
 from whorl.registry import code_named_in, permit_code
 
 MAX_CHAIN = 200  # steps in a chain of parents; the lineage nests as deep
-STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -111,33 +110,6 @@ class Recipe:
         return found[1:]
 
 
-def ready_recipes() -> dict[str, str]:
-    """Return name -> text of the recipes in the package."""
-    folder = resources.files("whorl.recipes")
-    found = (entry for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    return {entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8") for entry in found}
-
-
-def read_recipe_text(name: str) -> tuple[str, str]:
-    """Return (text, source name) of a packaged recipe or a TOML file. Raises ConfigError if neither exists."""
-    path = Path(name)
-    if path.suffix == ".toml" or path.is_file():
-        try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except OSError as error:
-            raise ConfigError(f"the recipe {name} cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"the recipe {name} is not UTF-8 text: {error}") from error
-    ready = ready_recipes()
-    if name not in ready:
-        raise ConfigError(
-            f"there is no recipe {name!r}",
-            expected=f"a .toml file, or {one_of(name, sorted(ready))}",
-            do="list the packaged recipes with `whorl recipes`",
-        )
-    return ready[name], f"{name}.toml"
-
-
 def load_recipe(
     name: str, *, sets: Iterable[str] = (), budget: str | None = None, deterministic: bool = False
 ) -> Recipe:
@@ -194,8 +166,8 @@ class _RecipeParser:
         name = data.get("name", Path(self.source_name).stem)
         if not isinstance(name, str) or not STEP_NAME.fullmatch(name):
             raise ConfigError(
-                f"{self.location('name')}: the recipe cannot be called {name!r}",
-                expected="letters, digits, _ and -",
+                f"{self.location('name')}: the recipe cannot be called {shorten(repr(name))}",
+                expected="letters, digits, _ and -, at most 100",
             )
         kinds = {step: self.kind_of(step, table) for step, table in tables.items()}
         shrunk_sizes: dict[str, float] = {}
@@ -239,7 +211,8 @@ class _RecipeParser:
         location = self.location("steps", step)
         if not STEP_NAME.fullmatch(step):
             raise ConfigError(
-                f"{location}: a step cannot be called {step!r}", expected="letters, digits, _ and -"
+                f"{location}: a step cannot be called {shorten(repr(step))}",
+                expected="letters, digits, _ and -, at most 100",
             )
         if not isinstance(table, dict):
             raise ConfigError(f"{location}: the step {step} is not a table", expected=f"[steps.{step}]")

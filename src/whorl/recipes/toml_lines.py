@@ -1,4 +1,4 @@
-"""Line numbers of the keys in a TOML text, for error messages.
+"""The text of a recipe, and the line numbers of its keys, for error messages.
 
 `tomllib` returns values without positions. This module scans the text once for table headers and keys and skips
 multi-line strings (a recipe may hold a SQL query with `=`). Only `tomllib` parses the file; the scan serves messages.
@@ -7,6 +7,10 @@ multi-line strings (a recipe may hold a SQL query with `=`). Only `tomllib` pars
 from __future__ import annotations
 
 import re
+from importlib import resources
+
+from whorl.errors import ConfigError, one_of
+from whorl.store import user_path
 
 HEADER = re.compile(r"\s*\[{1,2}\s*([^\[\]]+?)\s*\]{1,2}\s*(#.*)?$")
 KEY = re.compile(
@@ -14,6 +18,33 @@ KEY = re.compile(
 )
 KEY_SEGMENT = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
 STRING_DELIMITERS = ('"""', "'''")
+
+
+def ready_recipes() -> dict[str, str]:
+    """Return name -> text of the recipes in the package."""
+    folder = resources.files("whorl.recipes")
+    found = (entry for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return {entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8") for entry in found}
+
+
+def read_recipe_text(name: str) -> tuple[str, str]:
+    """Return (text, source name) of a packaged recipe or a TOML file. Raises ConfigError if neither exists."""
+    path = user_path(name)
+    if path.suffix == ".toml" or path.is_file():
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except OSError as error:
+            raise ConfigError(f"the recipe {name} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the recipe {name} is not UTF-8 text: {error}") from error
+    ready = ready_recipes()
+    if name not in ready:
+        raise ConfigError(
+            f"there is no recipe {name!r}",
+            expected=f"a .toml file, or {one_of(name, sorted(ready))}",
+            do="list the packaged recipes with `whorl recipes`",
+        )
+    return ready[name], f"{name}.toml"
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:

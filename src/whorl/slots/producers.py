@@ -28,13 +28,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import numpy as np
 
 from whorl.errors import ProducerError
-from whorl.machine.process import Channel, Child, Descriptor, describe_exit
+from whorl.machine.process import Channel, Child, Descriptor, describe_exit, wait_for
 from whorl.slots.board import Board, BoardReader
 from whorl.slots.ring import Slot, SlotRing, SlotState
 from whorl.slots.spec import WriteError
@@ -149,8 +148,9 @@ class ProducerProcess:
     @staticmethod
     def first_ready(producers: Sequence[ProducerProcess], timeout: float) -> list[ProducerProcess]:
         """Return producers with a finished record (or that died), after at most `timeout` seconds."""
+        children = [p._child for p in producers]
         by_sign = {sign: p for p in producers for sign in (p._child.channel, p._child.sentinel)}
-        return list(dict.fromkeys(by_sign[sign] for sign in wait(list(by_sign), timeout)))
+        return list(dict.fromkeys(by_sign[sign] for sign in wait_for(list(by_sign), timeout, children)))
 
     @property
     def pid(self) -> int:
@@ -170,7 +170,7 @@ class ProducerProcess:
             ProducerError: the producer raised (with its traceback), died, or hung.
         """
         try:
-            ready = wait([self._child.channel, self._child.sentinel], self.timeout)
+            ready = wait_for([self._child.channel, self._child.sentinel], self.timeout, [self._child])
             if not ready:
                 self._child.kill()
                 raise ProducerError(

@@ -1,7 +1,8 @@
-"""Content-addressed artifacts: built once, found by the hash of their inputs, checked before use."""
+"""Artifacts under addresses that are hashes of their inputs: built once, found by lookup, checked before use."""
 
+from whorl.store.address import user_path
 from whorl.store.artifact import Artifact
 from whorl.store.build import Build
 from whorl.store.store import Garbage, Store
 
-__all__ = ["Artifact", "Build", "Garbage", "Store"]
+__all__ = ["Artifact", "Build", "Garbage", "Store", "user_path"]

@@ -1,4 +1,4 @@
-"""Content addresses: hashes of a step's inputs.
+"""Addresses of artifacts: hashes of a step's inputs, not of its output.
 
 An artifact's address is the hash of its kind, its parents' addresses, its configuration and its step's version. It is
 known *before* the work, so a finished step is found by lookup. The output files are hashed into the manifest instead.
@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whorl.errors import StoreError
+from whorl.errors import ConfigError, StoreError, shorten
 
 ADDRESS_DIGITS = 32
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*(/[A-Za-z0-9][A-Za-z0-9_.+-]*)*")
+MAX_NAME = 100  # letters of a part of a name: file systems allow 255, and folders add a hash or a suffix
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,99}(/[A-Za-z0-9][A-Za-z0-9_.+-]{0,99})*")
 
 
 def canonical_json(value: Any) -> bytes:
@@ -59,10 +60,28 @@ def validate_name(name: str) -> str:
     """Return `name` if it can be a path under `names/` on every file system; raise StoreError otherwise."""
     if not NAME_PATTERN.fullmatch(name):
         raise StoreError(
-            f"invalid artifact name {name!r}",
-            expected="parts joined by '/'; each starts with a letter or digit and has only letters, digits and . _ + -",
+            f"invalid artifact name {shorten(repr(name))}",
+            expected="parts joined by '/'; each starts with a letter or digit and has only letters, digits and . _ + -, "
+            f"at most {MAX_NAME}",
         )
     return name
+
+
+def user_path(text: str) -> Path:
+    """Return the path that a user has written, with ~ replaced; it need not exist.
+
+    Raises:
+        ConfigError: no file can have this path, or its folder may not be read.
+    """
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"{shorten(repr(text))} is no path: {reason}", expected="a name or a path"
+        ) from error
+    return path
 
 
 def read_address(path: Path) -> str | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import CorruptArtifactError, StoreError, one_of
-from whorl.store.address import ADDRESS_DIGITS, address_of, read_address, validate_name
+from whorl.store.address import ADDRESS_DIGITS, address_of, read_address, user_path, validate_name
 from whorl.store.artifact import Artifact
 from whorl.store.build import Build, wrap_os_error
 from whorl.store.lock import FileLock
@@ -44,7 +44,7 @@ class Garbage:
 
 
 class Store:
-    """A content-addressed store.
+    """A store of artifacts under addresses that are hashes of their inputs.
 
     Args:
         location: a folder or an fsspec URL; default `$WHORL_HOME`, then `.whorl` in the current folder.
@@ -173,7 +173,7 @@ class Store:
                 f"the store {self.location} has no artifact {ref!r}",
                 expected=expected,
                 do=f"`whorl import {ref}` makes an artifact of a folder with a model"
-                if Path(ref).is_dir()
+                if user_path(ref).is_dir()
                 else "`whorl ls` lists all artifacts; `whorl run quickstart` creates some",
             )
         return artifact

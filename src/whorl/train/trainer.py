@@ -183,6 +183,8 @@ class Trainer(Generic[R]):
         try:
             self.learner = task.make_learner(self)
             self.layer_stats = task.make_layer_stats(self.learner, start.first)
+            if self.layer_stats is not None:
+                self.layer_stats.noise_scale.state = tuple(metadata.get("noise_scale", (0.0, 0.0)))
             with self._watched(), task.batches(start.first) as records:
                 if self.validation_pending:
                     self._evaluate(start.first)
@@ -302,6 +304,8 @@ class Trainer(Generic[R]):
             "rounds": self.learner.rounds,
             "spike_guard": self.guard.state,
         }
+        if self.layer_stats is not None:
+            state["noise_scale"] = self.layer_stats.noise_scale.state
         if self.moe:
             state["expert_loads"] = self.moe.state
         if self.loss_scaler is not None:

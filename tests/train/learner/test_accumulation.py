@@ -50,3 +50,15 @@ def test_moe_losses_of_parts_sum_to_whole() -> None:
         for name, value in whole.metrics.items():
             torch.testing.assert_close(value, sum(p.metrics[name] for p in parts))
         torch.testing.assert_close(whole.total, sum(p.total for p in parts))
+
+
+def test_moe_loads_since_the_report_continue() -> None:
+    model = make_model(shape(HEADS, experts=EXPERTS), torch.Generator().manual_seed(0))
+    moe = MoEBalancer(model, RoutingConfig(), ProcessGroup())
+    loss, ids = LMObjective(model, moe, z_loss=0.0, compile=False), torch.arange(66).view(2, 33)
+    loss({"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_mask": torch.ones(2, 32, dtype=torch.bool)})
+    moe.on_step_end(1)
+    again = MoEBalancer(model, RoutingConfig(), ProcessGroup(), moe.state)
+    older = MoEBalancer(model, RoutingConfig(), ProcessGroup(), moe.state[: len(moe.layers)])
+    assert not older.pop_metrics() and older.state[: len(moe.layers)] == moe.state[: len(moe.layers)]
+    assert (found := again.pop_metrics()) == moe.pop_metrics() and "moe/0/gini" in found

@@ -102,12 +102,13 @@ def test_layer_stats_equal_on_two_replicas(tokens: Path, tmp_path: Path) -> None
 
 
 def test_layer_stats_continue_after_resume(tokens: Path, tmp_path: Path, often: None) -> None:
-    whole = looks(train_notes(job(tokens), tmp_path / "whole"))
-    train(job(tokens), tmp_path / "cut", stop_after=5, checkpoint_seconds=0.0)
-    rest = looks(train_notes(job(tokens), tmp_path / "cut"))
-    assert len(whole) == 3 and len(rest) == 2
+    wanted = job(tokens, micro_batch_size=2)
+    whole = looks(train_notes(wanted, tmp_path / "whole"))
+    train(wanted, tmp_path / "cut", stop_after=5, checkpoint_seconds=0.0)
+    rest = looks(train_notes(wanted, tmp_path / "cut"))
+    assert len(whole) == 3 and len(rest) == 2 and "noise_scale/tokens" in whole[-1]
     a, b = (
-        [{k: v for k, v in m.items() if re.search("(norm|ratio|activations)/", k)} for m in seen]
+        [{k: v for k, v in m.items() if re.search("(norm|ratio|activations|noise_scale)/", k)} for m in seen]
         for seen in (whole[1:], rest)
     )
     assert a == b

@@ -18,6 +18,8 @@ from tests.support.children import children
 from tests.support.train.pretraining import train
 from tests.support.train.tiny import Notes, job
 
+from whorl.machine import process
+from whorl.parallel import process_group
 from whorl.parallel.process_group import ProcessGroup, ReplicaError, spawn_replicas
 from whorl.train.lm.objective import LMObjective
 from whorl.train.resilience.heartbeat import Heartbeat, register_stack_dump, stacks_file
@@ -36,6 +38,11 @@ def _stuck_here(world: ProcessGroup, folder: Path) -> None:
     world.all_gather_scalars()
     world.all_gather_scalars()
     assert kept is not None
+
+
+def _sleeps(world: ProcessGroup, folder: Path) -> None:
+    (folder / "sleeps").touch()
+    time.sleep(60)
 
 
 def test_stall_dumps_stacks_of_all_replicas(tmp_path: Path) -> None:
@@ -156,3 +163,24 @@ def test_replica_killed_raises_with_oom_advice_for_sigkill(
 
     with pytest.raises(error, match=message):
         train(job(tokens, replicas=2, steps=400), tmp_path, Killer())
+
+
+def test_stopped_replica_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "STOPPED_SECONDS", 0.05)
+    monkeypatch.setattr(process_group, "REPLICA_TIMEOUT", 0.3)
+    messages: list[str] = []
+    monkeypatch.setattr(process_group, "SHUTDOWN_TIMEOUT", 0.1)
+    with closing(spawn_replicas(2, _sleeps, tmp_path)) as world:
+        wait_for((tmp_path / "sleeps").exists)
+        (child,) = world.children
+        os.kill(child.pid, signal.SIGSTOP)
+        with Heartbeat(tmp_path, 9, stall_seconds=0.1, replicas=[child], log=messages.append) as pulse:
+            pulse.beat(1)
+            pulse.beat(2)
+            with (
+                pytest.warns(RuntimeWarning, match=r"replica 1 \(process \d+\) is stopped by a signal"),
+                pytest.raises(ReplicaError, match=r"replica 1 did not respond.*a signal has stopped it"),
+            ):
+                world.all_gather_scalars()
+            wait_for(lambda: messages)
+            assert messages[0].endswith("; stopped replicas: 1")

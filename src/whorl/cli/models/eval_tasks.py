@@ -21,7 +21,7 @@ from whorl.evals.runner import evaluate
 from whorl.evals.suites import SuiteInputs, TaskSources, load_suite
 from whorl.evals.suites import load_tasks as named_tasks
 from whorl.evals.tasks import EvalTask
-from whorl.store import Store
+from whorl.store import Store, user_path
 from whorl.tracking.progress import Progress
 
 
@@ -57,9 +57,12 @@ def check_output(out: Path) -> None:
 
 def results_folder(ref: str, store: str | None) -> Path | None:
     """Return the folder of results that a model's place names: itself, or that of an artifact of `evaluate`."""
-    if (Path(ref) / RESULTS_FILE).is_file():
-        return Path(ref)
-    if is_url(ref) or Path(ref).exists():
+    if is_url(ref):
+        return None
+    path = user_path(ref)
+    if (path / RESULTS_FILE).is_file():
+        return path
+    if path.exists():
         return None
     try:
         artifact = Store(store).open(ref)

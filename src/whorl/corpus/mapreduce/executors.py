@@ -12,14 +12,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Protocol
 
 from whorl.corpus.mapreduce.units import Call
 from whorl.corpus.mapreduce.workers import CREW, new_worker
 from whorl.errors import DataError
-from whorl.machine.process import Child
+from whorl.machine.process import Child, wait_for
 from whorl.slots.ray import init_ray
 
 ATTEMPTS = 3
@@ -94,7 +93,7 @@ class LocalPool:
                     crew.append(new_worker(_modules(calls)))
                     continue
                 is_short = len(running) < workers and waiting and CREW.is_starting
-                ready: list[Any] = wait(list(running), 0.01 if is_short else None)
+                ready = wait_for(list(running), 0.01 if is_short else None, [c for c, _ in running.values()])
                 for channel in ready:
                     child, number = running.pop(channel)
                     try:

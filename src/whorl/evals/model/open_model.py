@@ -11,6 +11,7 @@ from whorl.evals.model.model_folder import find_model
 from whorl.evals.model.requests import ModelBackend
 from whorl.evals.system.config import SystemConfig, read_system
 from whorl.registry import Registry
+from whorl.store import user_path
 
 DEFAULT_TIMEOUT = 60.0  # seconds
 DEFAULT_CONCURRENCY = 16
@@ -73,7 +74,7 @@ def check_model(ref: str, options: ModelOptions) -> None:
         check_model(system.model, _of_system(options, system))
     elif is_url(ref):
         _check_named(ref, options)
-    elif not (Path(ref).expanduser() / "config.json").is_file():
+    elif not (user_path(ref) / "config.json").is_file():
         find_model(ref, options.store)
 
 

@@ -35,6 +35,7 @@ from whorl.evals.tasks.config import (
 )
 from whorl.evals.tasks.harness import read_harness_file
 from whorl.registry import Registry
+from whorl.store import user_path
 
 SUITES = Registry(
     "suite",
@@ -123,7 +124,7 @@ def read_any_task(name: str, folder: Path = Path()) -> TaskConfig:
         ConfigError: no such task, or a wrong setting.
     """
     suffix = Path(name).suffix
-    path = folder / Path(name).expanduser()
+    path = folder / user_path(name)
     if suffix in (".yaml", ".yml"):
         return read_harness_file(path)
     return read_task_file(path if suffix == ".toml" or path.is_file() else catalog_file(name))

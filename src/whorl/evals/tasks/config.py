@@ -80,7 +80,8 @@ class TaskConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][\w.+-]*$", description="letters, digits and _.+-; names the files of results"
+        pattern=r"^[A-Za-z0-9][\w.+-]{0,99}$",
+        description="letters, digits and _.+-; names the files of results",
     )
     version: str = "1"
     kind: str

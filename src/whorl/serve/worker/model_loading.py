@@ -27,7 +27,7 @@ from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel
 from whorl.models.lora import load_lora
 from whorl.serve.worker.model_entry import AnyTokenizer, ServedEmbedder, ServedModel, mean_pooled_embedding
-from whorl.store import Store
+from whorl.store import Store, user_path
 from whorl.tokens.chat import ChatTemplate, load_chat_template
 from whorl.tokens.hf_tokenizer import load_tokenizer
 from whorl.tokens.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class ModelLocation:
     """
 
     def __init__(self, ref: str, store: str | None, name: str | None = None) -> None:
-        folder = Path(ref).expanduser()
+        folder = user_path(ref)
         if (folder / "config.json").is_file():
             self.folder, self.kind = folder, "model"
             names = [folder.resolve().name, ref]

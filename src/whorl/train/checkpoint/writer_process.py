@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import CheckpointError, DiskFullError
-from whorl.machine.process import Channel, Child, Descriptor
+from whorl.machine.process import Channel, Child, Descriptor, wait_for
 from whorl.train.checkpoint import writer
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class AsyncWriter:
                 return None
         assert self.process is not None
         try:
-            if timeout is None or self.process.channel.poll(timeout):
+            if wait_for([self.process.channel], timeout, [self.process]):
                 return dict(json.loads(self.process.channel.recv_bytes()))
         except (EOFError, OSError) as error:
             raise self._writer_died() from error

@@ -29,7 +29,7 @@ class MoEBalancer:
 
     Args:
         process_group: of the replicas; all of them call `on_step_end`.
-        previous_load: `state` of the run to continue.
+        state: of the run to continue.
     """
 
     def __init__(
@@ -37,19 +37,17 @@ class MoEBalancer:
         network: nn.Module,
         config: RoutingConfig,
         process_group: ProcessGroup,
-        previous_load: list[list[float]] | None = None,
+        state: list[list[float]] | None = None,
     ) -> None:
         self.config, self.process_group = config, process_group
         self.layers = [m for m in network.modules() if isinstance(m, MixtureOfExperts)]
         self.requested = [torch.zeros(m.router.n_experts, dtype=torch.float64) for m in self.layers]
         self.assigned = [torch.zeros_like(w) for w in self.requested]
         # uniform at first: the loss is then 1 without a gradient
-        self.previous_load = (
-            [torch.ones_like(w) for w in self.requested]
-            if previous_load is None
-            else [torch.tensor(load, dtype=torch.float64) for load in previous_load]
-        )
+        self.previous_load = [torch.ones_like(w) for w in self.requested]
         self.logged_load: list[tuple[Tensor, Tensor]] = [(w.clone(), w.clone()) for w in self.requested]
+        for part, load in zip(self._kept(), state or (), strict=False):  # only the first in older checkpoints
+            part.copy_(torch.tensor(load, dtype=torch.float64))
 
     @property
     def stochastic(self) -> bool:
@@ -103,8 +101,11 @@ class MoEBalancer:
 
     @property
     def state(self) -> list[list[float]]:
-        """The loads for the next step's load-balancing loss."""
-        return [before.tolist() for before in self.previous_load]
+        """The loads for the next step's load-balancing loss, and those since the last report."""
+        return [part.tolist() for part in self._kept()]
+
+    def _kept(self) -> list[Tensor]:
+        return [*self.previous_load, *(part for parts in self.logged_load for part in parts)]
 
     def discard_step(self) -> None:
         """Discard the loads of a step that was skipped."""

@@ -49,14 +49,13 @@ def unbiased_estimates(
 class NoiseScale:
     """Collects the micro-batches of measured steps, and averages over measurements.
 
-    A resumed run restarts the averages. Every measurement logs tr_sigma and grad_sq, so any interval can be averaged
-    later.
+    Every measurement logs tr_sigma and grad_sq, so any interval can be averaged later.
+
+    state: the running averages, kept in checkpoints. They start at zero: the bias cancels in their ratio.
     """
 
     def __init__(self) -> None:
-        self.tr_sigma = self.grad_sq = (
-            0.0  # running averages, started at zero: the bias cancels in their ratio
-        )
+        self.state = (0.0, 0.0)  # of tr_sigma and grad_sq
         self.reset()
 
     def reset(self) -> None:
@@ -93,10 +92,12 @@ class NoiseScale:
         if n_micro_batches < 2 or not math.isfinite(weighted_sq + batch_sq):
             return {}
         trace, square = unbiased_estimates(int(n_micro_batches), tokens, weighted_sq, batch_sq)
-        self.tr_sigma += (1 - EMA_DECAY) * (trace - self.tr_sigma)
-        self.grad_sq += (1 - EMA_DECAY) * (square - self.grad_sq)
+        tr_sigma, grad_sq = (
+            a + (1 - EMA_DECAY) * (b - a) for a, b in zip(self.state, (trace, square), strict=True)
+        )
+        self.state = tr_sigma, grad_sq
         found = {"noise_scale/tr_sigma": trace, "noise_scale/grad_sq": square}
-        if self.grad_sq > 0:
-            scale = self.tr_sigma / self.grad_sq
+        if grad_sq > 0:
+            scale = tr_sigma / grad_sq
             found |= {"noise_scale/tokens": scale, "noise_scale/sequences": scale * rows / tokens}
         return found

@@ -175,12 +175,19 @@ class Heartbeat:
                 ready = stacks_file(self.folder, rank, child.pid).exists()
                 if STACK_SIGNAL is not None and ready and child.poll() is None:
                     os.kill(child.pid, STACK_SIGNAL)
-        dead = [str(rank) for rank, child in enumerate(self.replicas, start=1) if child.poll() is not None]
+        states = {
+            "dead": [c.poll() is not None for c in self.replicas],
+            "stopped": [c.is_stopped() for c in self.replicas],
+        }
+        ranks = {
+            state: [str(rank) for rank, found in enumerate(all_, start=1) if found]
+            for state, all_ in states.items()
+        }
         usual = f" (usually {median(list(self.step_seconds)):.2g} s)" if self.step_seconds else ""
         message = (
             f"no progress for {idle_seconds:.0f} s after step {self.step:,}{usual}, in phase {self.phase() or 'unknown'}; "
             f"the stacks of all threads are in {self.folder}/stacks-rank-*.txt"
-            + (f"; dead replicas: {', '.join(dead)}" if dead else "")
+            + "".join(f"; {state} replicas: {', '.join(found)}" for state, found in ranks.items() if found)
         )
         self.stall_messages.append(message)
         self.log(message)
