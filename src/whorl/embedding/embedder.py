@@ -35,6 +35,8 @@ from safetensors.torch import load_file, save_file
 
 from whorl.errors import CheckpointError, ConfigError, DataError
 from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.nn.compiler import meta_device
+from whorl.store.files import load_json, require_regular
 
 T = TypeVar("T")
 Vectors = NDArray[np.float32]
@@ -207,19 +209,19 @@ def load_encoder(folder: Path) -> Encoder:
         CheckpointError: as `Embedder.load`.
     """
     try:
-        shape = json.loads((folder / "config.json").read_text())
+        shape = load_json(folder / "config.json")
         if not isinstance(shape, dict) or shape.get("kind") != KIND:
             raise ValueError(f"config.json is not of an {KIND}")
         config = EncoderConfig.model_validate(shape["encoder"])
-        weights = load_file(folder / "model.safetensors")
+        weights = load_file(require_regular(folder / "model.safetensors"))
     except (OSError, ValueError, KeyError, ValidationError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot read an embedder from {folder}: {error}",
             expected="config.json and model.safetensors from `Embedder.save`",
             do="use an embedder that `whorl ls` lists",
         ) from error
-    encoder = Encoder(config)
-    expected_shapes = {name: tuple(p.shape) for name, p in encoder.named_parameters()}
+    with meta_device():  # without memory until the shapes are those of the file
+        expected_shapes = {name: tuple(p.shape) for name, p in Encoder(config).named_parameters()}
     found = {name: tuple(t.shape) for name, t in weights.items()}
     if expected_shapes != found:
         name = min(n for n in expected_shapes.keys() | found.keys() if expected_shapes.get(n) != found.get(n))
@@ -227,5 +229,6 @@ def load_encoder(folder: Path) -> Encoder:
             f"{folder / 'model.safetensors'}: tensor {name!r} is {found.get(name, 'missing')}",
             expected=f"{expected_shapes.get(name, 'no such tensor')} by config.json",
         )
+    encoder = Encoder(config)
     encoder.load_state_dict(weights, strict=False)  # buffers that a layer computes are in no file
     return encoder.eval()

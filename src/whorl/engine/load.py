@@ -19,6 +19,7 @@ from whorl.nn.compiler import meta_device
 
 # Of fp32 weights; larger models do not fit a cache, and fewer layers give the same answer.
 MAX_TIMED_BYTES = 256e6
+MAX_TIMED_LAYERS = 100
 ROUNDS = 5
 
 
@@ -39,7 +40,9 @@ def fastest_dtype(config: TransformerConfig, machine: Machine, batch_size: int =
     if machine.device != "cpu" or machine.torch_dtype == torch.float32 or untimed:
         return machine.torch_dtype
     with meta_device():
-        blocks = make_model(config).blocks
+        blocks = make_model(
+            config.model_copy(update={"n_layers": min(config.n_layers, MAX_TIMED_LAYERS)})
+        ).blocks
     # Expert layers are left out: a token uses few of them, one after another.
     layers = [[tuple(m.weight.shape) for m in block.modules() if isinstance(m, Linear)] for block in blocks]
     shapes: list[tuple[int, ...]] = []

@@ -42,7 +42,7 @@ class EncoderConfig(BaseModel):
 
     vocab_size: int = Field(ge=2)
     d_model: int = Field(ge=8)
-    n_layers: int = Field(ge=1)
+    n_layers: int = Field(ge=1, le=10_000)
     n_heads: int = Field(ge=1)
     mlp: Activation = "gelu"
     mlp_hidden: int = Field(ge=8)

@@ -41,6 +41,7 @@ from whorl.models.quantization.weights import layers_read_directly
 from whorl.models.transformer import Transformer
 from whorl.nn.linear import Linear
 from whorl.nn.quantized_linear import QuantizedLinear
+from whorl.store.files import require_regular
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -207,7 +208,7 @@ def load_lora(folder: Path, model: LanguageModel) -> LoRA:
                 f"{folder / CONFIG_FILE}: {field} is {config[field]!r}", expected=f"{default!r}"
             )
     try:
-        tensors = load_file(folder / WEIGHTS_FILE)
+        tensors = load_file(require_regular(folder / WEIGHTS_FILE))
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"{folder / WEIGHTS_FILE} cannot be read: {error}",

@@ -32,12 +32,14 @@ from whorl.errors import CheckpointError, ConfigError
 from whorl.models.cost import ProfiledTextModule
 from whorl.models.encoder import EncoderBlock
 from whorl.nn.attention import KeyValueState
+from whorl.nn.compiler import meta_device
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import Activation
 from whorl.nn.norm import RMSNorm
 from whorl.nn.positions.rotary import Rotary
 from whorl.objectives.next_token import Loss, next_token
+from whorl.store.files import load_json, require_regular
 
 CONFIG_FILE, WEIGHTS_FILE = "multi_token.json", "multi_token.safetensors"
 
@@ -185,9 +187,12 @@ def load_multi_token(
         CheckpointError: there are none, a file is damaged, or a tensor has another shape.
     """
     try:
-        shape = json.loads((folder / CONFIG_FILE).read_text())
+        shape = load_json(folder / CONFIG_FILE)
+        weights = load_file(require_regular(folder / WEIGHTS_FILE))
+        with meta_device():  # without memory until the shapes are those of the file
+            MultiTokenPrediction(**shape, dtype=dtype).load_state_dict(weights)
         heads = MultiTokenPrediction(**shape, dtype=dtype)
-        heads.load_state_dict(load_file(folder / WEIGHTS_FILE))
+        heads.load_state_dict(weights)
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot read multi-token heads from {folder}: {error}",

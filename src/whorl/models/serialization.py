@@ -6,7 +6,6 @@ folders in Hugging Face format. Fields and tensors renamed since a model was sav
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from whorl.models.quantization.weights import CONFIG_KEY, load_quantized, save_q
 from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.nn import Linear
 from whorl.nn.compiler import meta_device
+from whorl.store.files import load_json, require_regular
 
 
 def make_model(
@@ -92,7 +92,7 @@ def _load_former_decoder(folder: Path, dtype: torch.dtype, device: str, to_train
     """Load a model of the class that preceded the preset `whorl_decoder`."""
     config = read_config(folder)
     try:
-        weights = load_file(folder / "model.safetensors", device=device)
+        weights = load_file(require_regular(folder / "model.safetensors"), device=device)
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(folder, error) from error
     weights = {upgrade_parameter_name(name): t for name, t in weights.items()}
@@ -137,7 +137,7 @@ def read_config(folder: Path) -> TransformerConfig:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        data = json.loads((folder / "config.json").read_text())
+        data = load_json(folder / "config.json")
     except (OSError, ValueError) as error:
         raise _unreadable(folder, error) from error
     if not isinstance(data, dict):

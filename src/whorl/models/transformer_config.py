@@ -212,8 +212,8 @@ class TransformerConfig(_FrozenConfig):
 
     vocab_size: int = Field(ge=2)
     d_model: int = Field(ge=1)
-    n_layers: int = Field(ge=1)
-    max_length: int = Field(default=4096, ge=1)
+    n_layers: int = Field(ge=1, le=10_000)
+    max_length: int = Field(default=4096, ge=1, le=1 << 24)
     mixers: dict[str, MixerConfig] = Field(min_length=1)
     pattern: tuple[str, ...] = ()  # empty: the mixers in their order
     mlp: Activation = "swiglu"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import ConfigError, StoreError, shorten
+from whorl.store.files import require_regular
 
 ADDRESS_DIGITS = 32
 MAX_NAME = 100  # letters of a part of a name: file systems allow 255, and folders add a hash or a suffix
@@ -51,8 +52,8 @@ def address_of(
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, read in bounded memory."""
-    with path.open("rb") as file:
+    """Return the SHA-256 of a file's bytes, read in bounded memory. Raises OSError: it is no regular file."""
+    with require_regular(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

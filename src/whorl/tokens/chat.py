@@ -39,6 +39,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from whorl.errors import DataError, shorten
+from whorl.store.files import load_json
 from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.special_token_escape import SpecialTokenEscaper, unused_character
 from whorl.tokens.tokenizer import Tokenizer
@@ -324,7 +325,7 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer | HFTokenizer) -> Chat
     config: Any = {}
     if path.is_file():
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = load_json(path)
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read: {error}", expected="a JSON object") from error
     config = config if isinstance(config, dict) else {}

@@ -11,7 +11,6 @@ must not be sampled.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import DataError
+from whorl.store.files import load_json, require_regular
 from whorl.tokens.bpe import BYTE_OF_CHAR
 from whorl.tokens.healing import HealedPrompt, without_last_token
 from whorl.tokens.tokenizer import (
@@ -47,8 +47,8 @@ class HFTokenizer:
 
         path = folder / TOKENIZER_FILE
         try:
-            self._core = Core.from_file(str(path))
-            self._tokenizer_json: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            self._core = Core.from_file(str(require_regular(path)))
+            self._tokenizer_json: dict[str, Any] = load_json(path)
         except Exception as error:  # the library raises plain Exception
             raise DataError(
                 f"{path} cannot be read as a tokenizer: {error}",
@@ -226,7 +226,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = load_json(path)
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read: {error}", expected="a JSON object", do="fetch the file again"

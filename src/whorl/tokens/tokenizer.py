@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from whorl.errors import ConfigError, DataError
 from whorl.machine.device_probe import usable_cores
+from whorl.store.files import load_json
 from whorl.tokens import bpe, pretokens
 
 Ids = NDArray[np.unsignedinteger[Any]]  # uint16 while the vocabulary fits, else uint32
@@ -230,7 +231,7 @@ class Tokenizer:
         """
         path = Path(folder) / TOKENIZER_FILE
         try:
-            standard = json.loads(path.read_text(encoding="utf-8"))
+            standard = load_json(path)
             vocabulary: dict[str, int] = standard["model"]["vocab"]
             pattern = standard["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
             added: list[dict[str, Any]] = standard["added_tokens"]

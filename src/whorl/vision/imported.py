@@ -7,7 +7,6 @@ tokenizer.json              of CLIP's texts
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -17,6 +16,7 @@ from whorl.errors import ConfigError
 from whorl.models.exchange import import_vision
 from whorl.models.vision.clip import DualEncoder
 from whorl.models.vision.vit import ViT, ViTConfig
+from whorl.store.files import load_json
 from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.vision.image_set import Preprocessing
 from whorl.vision.model import VisionModel
@@ -77,7 +77,7 @@ def _processor_fields(folder: Path) -> tuple[Path, dict[str, Any]]:
         if not path.is_file():
             continue
         try:
-            found = json.loads(path.read_text("utf-8"))
+            found = load_json(path)
             found = found.get(part) if part else found
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}", expected="a JSON object") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +14,7 @@ from whorl.errors import CheckpointError
 from whorl.models.serialization import load_model
 from whorl.models.vision.flamingo import Captioner
 from whorl.models.vision.vit import ViT
+from whorl.store.files import load_json, require_regular
 from whorl.tokens.hf_tokenizer import HFTokenizer, load_tokenizer
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.vision.imported import load_imported
@@ -29,11 +29,11 @@ def load_vision(folder: Path, device: str = "cpu") -> VisionModel:
         ConfigError: an imported model with unsupported features, or without its preprocessing.
     """
     try:
-        data = json.loads((folder / "config.json").read_text("utf-8"))
+        data = load_json(folder / "config.json")
         if isinstance(data, dict) and "model_type" in data:
             return load_imported(folder, data, device)
         config = VisionConfig.model_validate(data)
-        weights = load_file(folder / "model.safetensors")
+        weights = load_file(require_regular(folder / "model.safetensors"))
     except (OSError, ValueError, ValidationError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot read an image model from {folder}: {error}",

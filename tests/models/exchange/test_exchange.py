@@ -11,10 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.models.exchange_cases import CASES, IDS, hf_model, hf_outputs, logits, save_hf_model, small
 
-from whorl.errors import CheckpointError, ConfigError
+from whorl.embedding.embedder import load_encoder
+from whorl.errors import CheckpointError, ConfigError, DataError
+from whorl.models import load_model
 from whorl.models.exchange import FAMILIES, Shards, export_model, find_family, import_model
 from whorl.models.exchange.safetensors_io import plan_shards
 from whorl.models.transformer_config import AttentionConfig, CustomMixer, MoEConfig, Rope, TransformerConfig
+from whorl.recipes.steps.import_model import ImportConfig
+from whorl.recipes.steps.import_model import _with_file_hashes as complete_import
+from whorl.tokens.chat import load_chat_template
+from whorl.vision.load import load_vision
 
 HEADS = AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8)
 PARTIAL_ROPE = HEADS.model_copy(update={"rope": Rope(rotary_dim=4)})
@@ -229,3 +235,39 @@ def test_import_names_file_of_impossible_network(tmp_path: Path) -> None:
     edit(tmp_path / "m" / "config.json", n_group=3)
     with pytest.raises(ConfigError, match=r"m/config.json: .*groups"):
         import_model(tmp_path / "m")
+
+
+def test_hostile_folder_is_refused_before_its_cost(tmp_path: Path) -> None:
+    """Many layers for few tensors, deep JSON, and links to a device without end: an error, in every reader."""
+    save_hf_model("llama", tmp_path / "a")
+    layers = tmp_path / "a" / "config.json"
+    edit(layers, num_hidden_layers=9_000)
+    with pytest.raises(CheckpointError, match="9,000 layers, and its files 21 tensors"):
+        import_model(tmp_path / "a")
+    layers.write_text('{"model_type": ' + "[" * 100_000)
+    for read in (import_model, load_model, load_vision, load_encoder):
+        with pytest.raises(CheckpointError, match="nested too deeply"):
+            read(tmp_path / "a")
+    with pytest.raises(DataError, match="nested too deeply"):
+        layers.rename(tmp_path / "a" / "tokenizer_config.json")
+        load_chat_template(tmp_path / "a", None)  # type: ignore[arg-type]
+    weights = tmp_path / "b" / "model-1.safetensors"
+    save_hf_model("llama", tmp_path / "b")
+    (tmp_path / "b" / "model.safetensors").unlink()
+    weights.symlink_to("/dev/zero")
+    index = {"weight_map": {"a": weights.name}}
+    (tmp_path / "b" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="no regular file"):
+        import_model(tmp_path / "b")
+    with pytest.raises(ConfigError, match="no regular file"):
+        complete_import(ImportConfig(folder=str(tmp_path / "b")), None)  # type: ignore[arg-type]
+    (tmp_path / "b" / "config.json").unlink()
+    (tmp_path / "b" / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        load_model(tmp_path / "b")
+    shape = {"vocab_size": 10**12, "d_model": 8, "n_layers": 1, "n_heads": 1, "mlp_hidden": 8}
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text(json.dumps({"kind": "embedder", "encoder": shape}))
+    save_file({"a": torch.ones(1)}, tmp_path / "c" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="tensor 'a' is"):
+        load_encoder(tmp_path / "c")

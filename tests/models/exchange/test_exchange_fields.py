@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.models.exchange_cases import LLAMA3, PUBLISHED, SHAPE, YARN, hf_config, logits, small
+from tests.support.models.exchange_cases import (
+    CASES,
+    LLAMA3,
+    PUBLISHED,
+    SHAPE,
+    YARN,
+    hf_config,
+    logits,
+    small,
+)
 
 from whorl.errors import ConfigError
 from whorl.models.exchange import export_model, find_family, import_model, read_config
@@ -117,6 +126,17 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "'scale_attn_by_inverse_layer_idx' is True"),
     ("deepseek", {"scoring_func": "softmax"}, "'scoring_func' is 'softmax'"),
     ("deepseek", {"attention_bias": True}, "'attention_bias' is True"),
+    *((case, {"is_causal": False}, "'is_causal' is False") for case in CASES),
+    ("llama", {"is_causal": None}, "'is_causal' is None"),
+    *(
+        (case, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'rope_scaling' has rope_type = 'linear', .*'default'")
+        for case in ROTARY
+    ),
+    ("gemma3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'rope_scaling' is"),
+    *((case, {"num_hidden_layers": 10**9}, "at most 10,000") for case in CASES if case != "gpt2"),
+    ("gpt2", {"n_layer": 10**9}, "at most 10,000"),
+    ("gpt2", {"n_positions": 10**12}, "at most 16,777,216"),
+    ("qwen3-moe", {"num_experts": 10**9}, "at most 10,000"),
 ]  # fmt: skip
 
 

@@ -97,6 +97,7 @@ def read_config(data: dict[str, Any], where: str, ignore: Collection[str] = ()) 
         config = family.read(fields)
     except ValidationError as error:
         raise invalid_config_error(error, where, family.model_type) from error
+    fields.require_causal()
     fields.reject_unread(ignore)
     return config
 
@@ -124,11 +125,16 @@ def import_model(
     data = read_json(where)
     config = read_config(data, str(where), ignore)
     family = FAMILIES[data["model_type"]]
+    shards = Shards(folder)
+    if config.n_layers > (n_tensors := len(shards.names())):  # before the layers are made
+        raise CheckpointError(
+            f"{where}: the model has {config.n_layers:,} layers, and its files {n_tensors:,} tensors",
+            expected="config.json of these weights",
+        )
     try:
         model = _meta_model(config, dtype)
     except ConfigError as error:  # a layer rejects its sizes
         raise ConfigError(f"{where}: {error.what}", expected=error.expected, do=error.do) from error
-    shards = Shards(folder)
     own = model.state_dict()
     rules = family.rules(config)
     names = _file_names(shards, family)

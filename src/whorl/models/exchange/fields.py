@@ -66,6 +66,13 @@ IGNORED_FIELDS = frozenset(
     ]
 )
 
+# Numbers that decide memory before the weights are read, and the largest that is read.
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 10_000),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 1 << 24),
+}
+
 
 class ConfigReader:
     """Reader of a configuration, field by field.
@@ -114,6 +121,8 @@ class ConfigReader:
             raise self.error(name, self._name(kind))
         if isinstance(value, float) and not math.isfinite(value):
             raise self.error(name, "a finite number")
+        if name in MOST and isinstance(value, int) and value > MOST[name]:
+            raise self.error(name, f"at most {MOST[name]:,}")
         if above is not None and isinstance(value, int | float) and not value > above:
             raise self.error(name, f"{self._name(kind)} above {above:g}")
         return value
@@ -146,6 +155,14 @@ class ConfigReader:
         value = self.data.get(name)
         if value is not None and value not in allowed:
             raise self.error(name, " or ".join(repr(a) for a in allowed) or "no such field")
+
+    def require_causal(self) -> None:
+        """Reject `is_causal` unless it is absent or true: programs take null for false, and tokens would see later ones."""
+        self._read.add("is_causal")
+        if self.data.get("is_causal", True) is not True:
+            raise ConfigError(
+                f"{self.source}: field 'is_causal' is {self.data['is_causal']!r}", expected="true"
+            )
 
     def mark_read(self, *names: str) -> None:
         """Mark fields that are redundant in this family."""
@@ -211,6 +228,7 @@ def read_rope(
     """
     now, old = fields.optional("rope_parameters", dict), fields.optional("rope_scaling", dict)
     share = fields.optional("partial_rotary_factor", float, above=0)
+    now, old = _with_rope_type(now), _with_rope_type(old)
     for name in sorted((now or {}).keys() & (old or {}).keys()):
         if now is not None and old is not None and now[name] != old[name]:
             raise ConfigError(
@@ -222,6 +240,13 @@ def read_rope(
     if share is not None:
         given.setdefault("partial_rotary_factor", share)
     return parse_rope(given, "rope_parameters" if now is not None else "rope_scaling", fields)
+
+
+def _with_rope_type(params: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return parameters of rotary positions whose key `type`, the older name, is `rope_type`."""
+    if params is None or "type" not in params:
+        return params
+    return {"rope_type": params["type"], **{name: value for name, value in params.items() if name != "type"}}
 
 
 _ROPE_NAMES = {

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from whorl.errors import CheckpointError, ConfigError
+from whorl.store.files import load_json, require_regular
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -52,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, is not JSON, or holds no object.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = load_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}",
@@ -122,7 +123,7 @@ class Shards:
 
     def _add(self, path: Path) -> set[str]:
         try:
-            opened: Any = safe_open(path, framework="pt")
+            opened: Any = safe_open(require_regular(path), framework="pt")
         except (OSError, SafetensorError) as error:
             raise _damaged(path, error) from error
         self._open[path] = opened

@@ -32,6 +32,7 @@ from whorl.nn.mamba import Mamba
 from whorl.nn.ngram import NGramEmbedding
 from whorl.nn.quantized_linear import QuantizedLinear, QuantizedNGramEmbedding, WeightFormat
 from whorl.nn.recurrent import Recurrent
+from whorl.store.files import require_regular
 
 if TYPE_CHECKING:
     from whorl.models.language_model import LanguageModel
@@ -147,7 +148,7 @@ def load_quantized(
     where = folder / "model.safetensors"
     try:
         scheme = QuantizationConfig.model_validate(config_data)
-        found: Mapping[str, Tensor] = load_file(where, device=device)
+        found: Mapping[str, Tensor] = load_file(require_regular(where), device=device)
         if has_former_decoder(found):
             found = {upgrade_parameter_name(name): t for name, t in found.items()}
     except (OSError, ValueError, SafetensorError, ValidationError) as error:

@@ -48,7 +48,7 @@ class ViTConfig(BaseModel):
     channels: int = Field(ge=1)
     classes: int = Field(ge=0)
     d_model: int = Field(ge=1)
-    n_layers: int = Field(ge=1)
+    n_layers: int = Field(ge=1, le=10_000)
     n_heads: int = Field(ge=1)
     mlp: Activation = "gelu"
     mlp_hidden: int = Field(ge=1)

@@ -6,7 +6,6 @@ keeps the format of its family. The address covers the bytes of the source files
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from whorl.errors import ConfigError, DataError
 from whorl.recipes.registry import StepContext, step
 from whorl.store import Store
+from whorl.store.address import file_sha256
 
 
 class ImportConfig(BaseModel):
@@ -39,8 +39,10 @@ def _with_file_hashes(config: ImportConfig, store: Store) -> ImportConfig:
         )
     hashes = {}
     for path in files:
-        with path.open("rb") as file:
-            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            hashes[path.name] = file_sha256(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error}", expected="a regular file") from error
     return config.model_copy(update={"sha256": hashes})
 
 

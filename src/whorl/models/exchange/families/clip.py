@@ -68,6 +68,7 @@ def read_clip(fields: ConfigReader, ignore: Collection[str] = ()) -> ClipConfig:
         head_bias=False,
     )
     config = ClipConfig(image=pictures, text=_read_text(text))
+    text.require_causal()
     for part in (fields, image, text):
         part.reject_unread(ignore)
     return config
