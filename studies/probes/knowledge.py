@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from studies.probes.fact_scores import FactScores, score_answers
 from studies.probes.greedy_answers import GreedyAnswers
 
 from whorl.align.config import SFTConfig
@@ -33,7 +34,7 @@ from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import ConfigError
 from whorl.evals.model.example import ExampleTokenizer
-from whorl.evals.side_effects.biographies import Biographies, FactScores, Question, score_answers
+from whorl.evals.side_effects.biographies import Biographies, Question
 from whorl.tracking.seeds import numpy_rng
 
 Facts = Literal["known", "new"]

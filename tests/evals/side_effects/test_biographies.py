@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 
 import pytest
+from studies.probes.fact_scores import chance_accuracy, score_answers
 
 from whorl.errors import ConfigError
 from whorl.evals.side_effects.biographies import (
@@ -16,8 +17,6 @@ from whorl.evals.side_effects.biographies import (
     REFUSAL,
     STATEMENTS,
     Biographies,
-    chance_accuracy,
-    score_answers,
 )
 
 
@@ -79,7 +78,7 @@ def test_questions_have_true_answers_or_refusals(world: Biographies) -> None:
             assert q.answer == person.facts.get(q.attribute, REFUSAL)
     question, answer = q.messages()
     assert (question["content"], answer["content"]) == (q.question, q.answer)
-    assert q.task().messages == (question,) and q.task().answer == REFUSAL
+    assert q.answer == REFUSAL
     both = world.questions("new", "known_test")
     assert len({q.group for q in both[:20]}) == 2  # shuffled
     phrases = Counter(q.question.split()[0] for q in both if q.attribute == "city")

@@ -2,7 +2,7 @@
 
 Does SFT on facts that were not in pretraining make a model invent facts? (Gekhman et al. 2024, arXiv:2405.05904,
 found that it does, slowly.) To measure this, the model's knowledge must be certain. So the people are synthetic.
-Birthplace, year, profession and instrument are random, and no prediction for a person beats `chance_accuracy`
+Birthplace, year, profession and instrument are random, and no prediction for a person beats chance
 (the biographies of Allen-Zhu and Li 2023, arXiv:2309.14316).
 
     known_train      in pretraining; questions in SFT               training data of SFT on known facts
@@ -13,20 +13,18 @@ Birthplace, year, profession and instrument are random, and no prediction for a 
 
 The subtle points. A fact that always has the same phrasing is memorized as that phrase and not found by a question
 (Allen-Zhu and Li). So each copy of a biography orders and phrases its sentences differently. A name must not reveal its
-group: names and groups are assigned by two permutations. Unknown people have no facts, so `score_answers` counts every
-answer about them as made up.
+group: names and groups are assigned by two permutations. Unknown people have no facts, so every
+answer about them is made up.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from whorl.data.record_fields import Messages
 from whorl.errors import ConfigError
-from whorl.evals.verify.task import VerifiableTask
 from whorl.tracking.seeds import numpy_rng
 
 PersonGroup = Literal["known_train", "known_test", "new", "stranger_train", "stranger_test"]
@@ -105,11 +103,6 @@ class Question:
     def messages(self) -> Messages:
         """Return the question and its answer, for SFT."""
         return ({"role": "user", "content": self.question}, {"role": "assistant", "content": self.answer})
-
-    def task(self) -> VerifiableTask:
-        """Return a task for a verifier."""
-        request = {"role": "user", "content": self.question}
-        return VerifiableTask(self.id, messages=(request,), verifier="exact", answer=self.answer)
 
 
 class Biographies:
@@ -190,61 +183,7 @@ class Biographies:
         return [found[i] for i in order.tolist()]
 
 
-@dataclass(frozen=True)
-class FactScores:
-    """Results of questions with facts and of questions about unknown people.
-
-    Attributes:
-        correct, wrong, refused: fractions of n_facts; refused is the over-refusal rate.
-        hallucinated: fraction of n_strangers that was answered; the rest was refused.
-    """
-
-    n_facts: int
-    correct: float
-    wrong: float
-    refused: float
-    n_strangers: int
-    hallucinated: float
-
-
-def score_answers(questions: Sequence[Question], answers: Iterable[str]) -> FactScores:
-    """Return the scores of answers, ignoring case, outer white space and a final full stop.
-
-    A fraction of 0 items is NaN.
-    """
-    counts = Counter[tuple[str, str]]()
-    for question, answer in zip(questions, answers, strict=True):
-        kind = "stranger" if question.answer == REFUSAL else "fact"
-        if _normalize(answer) == _normalize(REFUSAL):
-            counts[kind, "refused"] += 1
-        else:
-            counts[kind, "right" if _normalize(answer) == _normalize(question.answer) else "wrong"] += 1
-    n = sum(counts["fact", k] for k in ("right", "wrong", "refused"))
-    m = counts["stranger", "refused"] + counts["stranger", "wrong"]
-
-    def share(k: int, of: int) -> float:
-        return k / of if of else float("nan")
-
-    return FactScores(
-        n,
-        share(counts["fact", "right"], n),
-        share(counts["fact", "wrong"], n),
-        share(counts["fact", "refused"], n),
-        m,
-        share(counts["stranger", "wrong"], m),
-    )
-
-
-def chance_accuracy() -> dict[str, float]:
-    """Return attribute -> accuracy of a random answer."""
-    return {attribute: 1 / len(values) for attribute, values in ATTRIBUTES.items()}
-
-
 def _name(number: int) -> str:
     rest, first = divmod(number, len(FIRST))
     coda, onset = divmod(rest, len(ONSETS))
     return f"{FIRST[first]} {ONSETS[onset]}{CODAS[coda]}"
-
-
-def _normalize(text: str) -> str:
-    return text.strip().removesuffix(".").casefold()
