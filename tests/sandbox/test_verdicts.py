@@ -109,6 +109,11 @@ UNCHECKED = {  # tests that a wrong program passed because they did not run
     "contextmanager": "import contextlib\n@contextlib.contextmanager\ndef test_a():\n    assert add(1, 2) == 3\n    yield",
     "coroutine": "async def test_a(): assert add(1, 2) == 3",
     "generator": "def test_a():\n    yield\n    assert add(1, 2) == 3",
+    "swallowed": "def test_a():\n    try: assert add(1, 2) == 3\n    except: pass",
+    "assertRaises": "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n"
+    "        with self.assertRaises(TypeError): add(1, 'a') + add(1, 2) - 3 == 0 or None.x",
+    "expected error": "def test_a():\n    try:\n        1 / (add(1, 2) - 3)\n        assert False\n"
+    "    except ZeroDivisionError: pass",
 }
 NOTHING = {  # tests that can never check anything
     "uncalled check": "def check(candidate):\n    assert candidate(1, 2) == 3",
@@ -117,6 +122,16 @@ NOTHING = {  # tests that can never check anything
     "empty loop": "for case in []:\n    assert add(*case) == 3",
     "expected failure": "import unittest\nclass T(unittest.TestCase):\n    @unittest.expectedFailure\n"
     "    def test_a(self): self.assertEqual(add(1, 2), 3)",
+    "returned comparison": "def test_a(): return add(1, 2) == 3\nassert add",
+    "lambda": "test_a = lambda: add(1, 2) == 3",
+    "early return": "def test_a():\n    return\n    assert add(1, 2) == 3",
+    "empty test": "def test_a(): pass\ndef test_b(): assert True",
+    "never awaited": "async def check(): assert add(1, 2) == 3\ndef test_a(): check()",
+    "empty list": "def test_a():\n    for case in range(0): assert add(case, 2) == case + 2",
+    "any error": "def test_a():\n    try:\n        add(1, 2)\n        assert False\n    except Exception: pass",
+    "async TestCase": "import unittest\nclass T(unittest.TestCase):\n"
+    "    async def test_a(self): self.assertEqual(add(1, 2), 3)",
+    "case without assertion": "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): add(1, 2)",
     "needs arguments": "def test_a(fixture): assert add(1, 2) == 3",
     "syntax": "def test_a(: pass",
 }
@@ -140,7 +155,8 @@ def test_tests_that_check_nothing_never_pass(sandbox: Sandbox, kind: str) -> Non
 FIXTURES = {  # bodies of a case for `add`: (passes, body)
     "class fixture": (True, "@classmethod\ndef setUpClass(cls): cls.three = 3\n"
                       "def test_a(self): self.assertEqual(add(1, 2), self.three)"),
-    "run in order": (True, "n = []\ndef test_b(self): self.assertEqual(self.n, [1])\ndef test_a(self): self.n.append(1)"),
+    "run in order": (True, "n = []\ndef test_b(self): self.assertEqual(self.n, [1])\ndef test_a(self):\n"
+                     "    self.n.append(1)\n    self.assertTrue(self.n)"),
     "runTest": (True, "def runTest(self): self.assertEqual(add(1, 2), 3)"),
     "later method": (False, "def test_a(self): pass\ndef test_b(self): self.assertEqual(add(1, 2), 4)"),
     "setUpClass": (False, "@classmethod\ndef setUpClass(cls): assert add(1, 2) == 4\ndef test_a(self): pass"),

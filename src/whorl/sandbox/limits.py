@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields
 from whorl.errors import ConfigError
 
 REASON_KINDS = (
-    "passed", "failed", "raised", "syntax", "exited", "crashed", "memory", "time", "cpu", "output", "files", "threads"
+    "passed", "failed", "unverifiable", "raised", "syntax", "exited", "crashed", "memory", "time", "cpu", "output", "files",
+    "threads",
 )  # fmt: skip
 
 
@@ -54,11 +55,11 @@ class Program:
 
     Attributes:
         source: untrusted. It runs as a module named `program`, or as `__main__` if there are no checks.
-        tests: trusted source that runs afterwards, in another process, with values and proxies of the program's names:
-            plain asserts, functions `test_...`, classes `Test...`, unittest cases (`unit_tests.py`). Tests of which none
-            ran have failed.
-        examples: trusted statements that run last, in order. `ProgramResult.example_outputs` has their output, and the
-            caller compares it: the expected output never enters the process.
+        tests: trusted source that runs afterwards, in another process, with values and handles of the program's names:
+            plain asserts, functions `test_...`, classes `Test...`, unittest cases (`unit_tests.py`). Tests of which no
+            assertion ran have failed.
+        examples: trusted statements that run last, in order, in the process of the tests and with their names.
+            `ProgramResult.example_outputs` has their output, and the caller compares it.
         files: relative path -> content of files that are in the work folder at the start. They count for `file_bytes`.
         keep_files: return the files of the work folder after the end, in `ProgramResult.files`.
     """

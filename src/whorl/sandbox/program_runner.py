@@ -2,8 +2,8 @@
 
 1. The program's statements run. No test, example or expected value is in the process, or in a pipe that it can read.
 2. The process reports that they are over: one frame of JSON, {"reason": ...}.
-3. It answers requests: calls of the program's functions by the tests, which run in another process (`test_process.py`,
-   `rpc/peer.py`), and examples. Both get values or output, and compare them outside.
+3. It answers requests: operations on the program's objects by the tests and examples, which run in another process
+   (`test_process.py`, `rpc/`).
 
 The verdict is decided elsewhere. A program that forges frames, ends the process or changes the library under this
 file can only answer its own calls. `docs/sandbox.md` lists the remaining weaknesses.
@@ -23,11 +23,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
-from whorl.sandbox.rpc.peer import Peer, read_frame, write_frame
+from whorl.sandbox.rpc.peer import write_frame
+from whorl.sandbox.rpc.program_peer import ProgramPeer
 from whorl.sandbox.unit_tests import MAX_ERROR_CHARS
 
 _to_json = json.JSONEncoder().encode
-_from_json = json.JSONDecoder().decode
 _exit = os._exit
 
 
@@ -56,7 +56,7 @@ class ProgramRunner:
     """Runs one program and answers requests. The zygote creates it; a fork calls `run` once."""
 
     def __init__(self, streams: StandardStreams) -> None:
-        self.peer = Peer(trusted=False)
+        self.peer = ProgramPeer()
         self.streams, self.stream = streams, streams.output
         # A call of a C method, so that a program that replaces builtins does not break the answers.
         self.builtins, self.saved_builtins = vars(builtins), dict(vars(builtins))
@@ -85,27 +85,24 @@ class ProgramRunner:
         reason, module = self._run_source(source, "program" if has_checks else "__main__")
         for call, arguments in self.reset_calls:
             call(*arguments)
-        self._write(_to_json({"reason": reason}))
+        self._flush()
+        write_frame(replies, _to_json({"reason": reason}).encode())
         if has_checks and reason == "passed":
             self.peer.export(module)  # PROGRAM_NUMBER
             with contextlib.suppress(EOFError, BrokenPipeError):
                 while True:
-                    message = _from_json(read_frame(self.peer.receive_fd).decode())
+                    message = self.peer.read()
                     self.builtins.update(self.saved_builtins)
-                    if type(message) is dict:
-                        self._write(
-                            _to_json([self._run_example(text, module) for text in message["examples"]])
-                        )
-                    else:
-                        self._write(_to_json(self.peer.answer(message)))
+                    answer = self.peer.answer(message)
+                    self._flush()
+                    self.peer.send(answer)
         _exit(0)
 
-    def _write(self, text: str) -> None:
-        """Write one frame, after what the program printed."""
+    def _flush(self) -> None:
+        """Write what the program printed, in front of a frame."""
         self.builtins.update(self.saved_builtins)
         with contextlib.suppress(BaseException):
             self.stream.flush()
-        write_frame(self.peer.send_fd, text.encode())
 
     def _run_source(self, source: str, name: str) -> tuple[str, ModuleType]:
         module = ModuleType(name)
@@ -121,16 +118,6 @@ class ProgramRunner:
             return _failure_reason(error), module
         self.builtins.update(self.saved_builtins)
         return "passed", module
-
-    def _run_example(self, source: str, module: ModuleType) -> tuple[str, str | None]:
-        output = io.StringIO()
-        sys.stdout, sys.displayhook, error = output, sys.__displayhook__, None
-        try:
-            exec(compile(source, "example.py", "single", dont_inherit=True), vars(module))
-        except BaseException as raised:
-            error = format_exception(raised)
-        sys.stdout = self.stream
-        return output.getvalue(), error
 
 
 def _failure_reason(error: BaseException) -> str:

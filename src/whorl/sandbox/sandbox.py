@@ -43,7 +43,7 @@ import whorl
 from whorl.errors import ConfigError, WhorlError, one_of
 from whorl.sandbox.frames import receive_with_deadline, send
 from whorl.sandbox.limits import ExampleOutput, Program, ProgramResult, ResourceLimits
-from whorl.sandbox.unit_tests import compile_tests
+from whorl.sandbox.unit_tests import compile_checks
 from whorl.sandbox.work_folder import check_paths, clear
 
 REQUIRED_PROTECTIONS = ("landlock", "seccomp")
@@ -114,13 +114,12 @@ class SandboxWorker:
         parts: list[Any] = [
             {
                 "source": program.source, "limits": dataclasses.asdict(limits),
-                "has_checks": has_checks, "has_tests": bool(program.tests), "keep_files": program.keep_files,
+                "has_checks": has_checks, "keep_files": program.keep_files,
                 "files": {name: base64.b64encode(data).decode() for name, data in program.files.items()},
             }
         ]  # fmt: skip
         if has_checks:
-            tests = base64.b64encode(compile_tests(program.tests)).decode() if program.tests else ""
-            parts.append({"tests": tests, "examples": program.examples})
+            parts.append(base64.b64encode(compile_checks(program.tests, program.examples)).decode())
         self.job, self.deadline = job, time.monotonic() + limits.wall_seconds + GRACE_SECONDS
         with contextlib.suppress(BrokenPipeError):
             for part in parts:

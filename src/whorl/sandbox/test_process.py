@@ -1,75 +1,85 @@
 """Run the tests of a program in a separate process, confined as the program's.
 
-The process waits until the program's statements are over and only then receives the tests. Names of the program are
-values or proxies (`rpc/proxies.py`); each call of a proxy runs in the program's process. The reason goes through a pipe
-that only this process and the zygote hold.
+The process waits until the program's statements are over and only then receives the checks. Names of the program are
+values or handles (`rpc/tests_peer.py`); each operation on a handle runs in the program's process. The reason goes through
+a pipe that only this process and the zygote hold.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import io
 import json
 import os
 import random
 import sys
+from types import ModuleType
 from typing import Any, NoReturn
 
 from whorl.sandbox.program_runner import StandardStreams, format_exception
-from whorl.sandbox.rpc.peer import PROGRAM_NUMBER, Peer, ProgramModule, read_frame, write_frame
-from whorl.sandbox.unit_tests import load_tests, run_tests
+from whorl.sandbox.rpc.peer import read_frame, write_frame
+from whorl.sandbox.rpc.program_peer import PROGRAM_NUMBER
+from whorl.sandbox.rpc.tests_peer import Handle, ProgramModule, TestsPeer
+from whorl.sandbox.unit_tests import Checks, load_checks, run_tests
 
 
 class TestRunner:
-    """Runs the tests of one program. The zygote creates it; a fork calls `run` once."""
+    """Runs the checks of one program. The zygote creates it; a fork calls `run` once."""
 
     def __init__(self, streams: StandardStreams) -> None:
-        self.peer, self.streams = Peer(trusted=True), streams
-        self.module = self.peer.decode(["object", PROGRAM_NUMBER, ["class", -1, "module", [], []]])
-        self.importable = ProgramModule(self.module)
+        self.peer, self.streams = TestsPeer(), streams
+        self.program = ProgramModule(Handle(self.peer, PROGRAM_NUMBER))
 
-    def run(self, tests: int, replies: int, requests: int, verdict: int) -> NoReturn:
-        """Receive tests, run them, write the reason as one frame of JSON, and exit.
+    def run(self, checks: int, replies: int, requests: int, verdict: int) -> NoReturn:
+        """Receive checks, run them, write the reason and the outputs of examples as one frame of JSON, and exit.
 
         Args:
-            tests: descriptor from which their source is read; it comes when the program's statements are over.
+            checks: descriptor from which they are read; they come when the program's statements are over.
             replies: descriptor of the program's replies.
             requests: descriptor of the requests to it.
             verdict: descriptor of the reason.
         """
         self.streams.install()
-        peer = self.peer
+        peer, outputs = self.peer, []
         peer.receive_fd, peer.send_fd = replies, requests
+        peer.install_streams()
         try:
-            loaded = load_tests(read_frame(tests))
-            if isinstance(loaded, str):
-                reason = loaded
-            else:
-                code, names = loaded
-                reason = run_tests(code, self._program_names(names), format_exception)
+            data = read_frame(checks)
+            random.seed(data)  # no number that the program could draw as well
+            loaded = load_checks(data)
+            names = self._names(loaded)
+            reason = loaded.error or run_tests(loaded, names, format_exception)
+            if reason == "passed":
+                outputs = [self._run_example(source, names) for source in loaded.examples]
         except BaseException as error:
             reason = f"failed: {format_exception(error)}"
         with contextlib.suppress(Exception):
             self.streams.output.flush()
-        write_frame(verdict, json.dumps({"reason": peer.failure or reason}).encode())
+        write_frame(verdict, json.dumps({"reason": peer.failure or reason, "outputs": outputs}).encode())
         os._exit(0)
 
-    def _program_names(self, wanted: list[str]) -> dict[str, Any]:
-        """Return the values of the program's names that the tests use, and make it importable as `program`.
-
-        A name of the program that hides a builtin is not visible. A capitalised name is taken for a class of the
-        program: its objects then see the operands of their operators.
-        """
-        peer, module = self.peer, self.module
-        sys.modules["program"] = self.importable
-        found = peer.request("lookup", module, wanted)
-        if type(found) is not dict or not found.keys() <= set(wanted):
+    def _names(self, checks: Checks) -> dict[str, Any]:
+        """Return the namespace of the tests, with the names of the program that they use."""
+        tests = sys.modules["tests"] = ModuleType("tests")
+        sys.modules["program"] = self.program
+        self.peer.operands = checks.operands
+        found = self.peer.request("lookup", vars(self.program)["_whorl_handle"], checks.names)
+        if type(found) is not dict or not found.keys() <= set(checks.names):
             raise TypeError("the program's names were expected")
-        seed = random.seed
+        vars(tests).update(found, __builtins__=builtins)
+        for name in checks.modules:
+            with contextlib.suppress(ImportError):
+                vars(tests)[name] = __import__(name)
+        return vars(tests)
 
-        def seed_both(*arguments: Any) -> None:
-            seed(*arguments)
-            peer.request("seed", module, *arguments)
-
-        vars(random)["seed"] = seed_both
-        peer.passes_operands = any(n[:1].isupper() and isinstance(v, type) for n, v in found.items())
-        return found
+    def _run_example(self, source: str, names: dict[str, Any]) -> tuple[str, str | None]:
+        """Return what an example printed, and its exception as doctest prints it, or None."""
+        output, error = io.StringIO(), None
+        sys.displayhook = sys.__displayhook__
+        with contextlib.redirect_stdout(output):
+            try:
+                exec(compile(source, "example.py", "single", dont_inherit=True), names)
+            except BaseException as raised:
+                error = format_exception(raised)
+        return output.getvalue(), error

@@ -1,14 +1,21 @@
-"""Run the tests of a program, and count the checks that ran: tests that check nothing are never a pass.
+"""Run the tests of a program, and count the assertions that held: tests that check nothing are never a pass.
 
-Each assertion gets a call in front that advances a counter (`compile_tests`). The tests' process, in which no statement
-of the program runs, executes the code (`run_tests`) in this order:
+Each assertion advances a counter when it has held (`compile_checks`), so one that fails and whose error the tests catch
+does not count. An assertion is
+
+    assert x; a call assert...(x); with assert...(x)
+    an `if`, `match` or loop's `else` that raises in a branch of its own, when it ends
+    a `try` that raises in its body or its `else`, when it ends and its handlers do not catch AssertionError
+
+The tests' process, in which no statement of the program runs, executes the code (`run_tests`) in this order:
 
 1. the statements of the tests, with the program's names
 2. names that start with `test` and that the tests bind: functions, coroutine functions, generators, wrapped callables
 3. classes that start with `Test`, as pytest runs them: a new object for each method `test...`
 4. cases of `unittest`
 
-A test that cannot run (it needs arguments, or is marked as an expected failure) has failed.
+Each of 2 to 4 must hold an assertion. A test that cannot run (it needs arguments, or is marked as an expected failure) has
+failed.
 """
 
 from __future__ import annotations
@@ -16,45 +23,111 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import itertools
 import marshal
+import symtable
 import sys
 import unittest
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
-from types import CodeType, CoroutineType, GeneratorType, ModuleType
+from dataclasses import dataclass
+from types import CodeType, CoroutineType, GeneratorType
 from typing import Any
 
 from whorl.sandbox.rpc.event_loop import run_awaitable
-from whorl.sandbox.rpc.peer import is_remote
+from whorl.sandbox.rpc.tests_peer import Handle
 
 COUNTER = "__count_check__"  # the name of the counter in the tests' module
 MAX_ERROR_CHARS = 300
-_COMPOUND = (ast.If, ast.Try, ast.While, ast.For, ast.With, ast.Match)
-_NEVER_RUN = (
-    CO_COROUTINE | CO_GENERATOR | CO_ASYNC_GENERATOR
-)  # flags of methods that a plain TestCase does not run
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
-def _walk_scope(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below `node`, without the bodies of functions and classes in it."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, _SCOPES):
-            yield child
-            yield from _walk_scope(child)
+@dataclass(frozen=True)
+class Checks:
+    """The compiled checks of a program.
+
+    Attributes:
+        code: the tests.
+        error: why they do not compile, or "".
+        examples: sources of the examples.
+        names: names that the checks look up: those that they do not bind come from the program.
+        modules: names of the library's modules that the checks use as modules only: they never come from the program.
+        operands: whether the checks use a class of the program, by a capitalised name that they never bind.
+    """
+
+    code: CodeType
+    error: str
+    examples: tuple[str, ...]
+    names: list[str]
+    modules: list[str]
+    operands: bool
 
 
-def _is_check(statement: ast.stmt) -> bool:
-    """Return whether the statement checks something: an assert, a guarded raise, or a call of `assert...`."""
-    if isinstance(statement, ast.Assert):
-        return True
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        called = statement.value.func
-        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-        return name.lower().startswith("assert")
-    return isinstance(statement, _COMPOUND) and any(isinstance(n, ast.Raise) for n in _walk_scope(statement))
+def _called_name(node: ast.AST) -> str:
+    """Return the last name of what an expression calls, in lower case; "" if it is no call."""
+    called = node.func if isinstance(node, ast.Call) else None
+    return str(getattr(called, "attr", "") or getattr(called, "id", "")).lower()
+
+
+def _fails(block: Sequence[ast.stmt]) -> bool:
+    """Return whether statements raise in any case, or contain an `if` or `match` that raises in a branch."""
+    for one in block:
+        if isinstance(one, ast.Raise) or (isinstance(one, ast.Expr) and _called_name(one.value) == "fail"):
+            return True
+        if isinstance(one, ast.Assert) and isinstance(one.test, ast.Constant) and not one.test.value:
+            return True
+        if isinstance(one, (ast.If, ast.Match)) and _is_guard(one):
+            return True
+    return False
+
+
+def _is_guard(node: ast.stmt) -> bool:
+    """Return whether a compound statement is an assertion; see the top of this file."""
+    if isinstance(node, ast.If):
+        return _fails(node.body) or _fails(node.orelse)
+    if isinstance(node, ast.Match):
+        return any(_fails(case.body) for case in node.cases)
+    if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+        return _fails(node.orelse)
+    if isinstance(node, ast.Try):
+        return _fails(node.orelse) or (_fails(node.body) and not _swallows(node.handlers))
+    if isinstance(node, (ast.With, ast.AsyncWith)):
+        return any(_called_name(item.context_expr).startswith("assert") for item in node.items)
+    return False
+
+
+def _swallows(handlers: Sequence[ast.ExceptHandler]) -> bool:
+    """Return whether handlers catch AssertionError and do not raise."""
+    for handler in handlers:
+        caught = (
+            {n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)}
+            if handler.type
+            else {"Exception"}
+        )
+        if caught & {"AssertionError", "Exception", "BaseException"}:
+            return not _fails(handler.body)
+    return False
+
+
+class _CountChecks(ast.NodeTransformer):
+    """Advance the counter after every assertion that holds."""
+
+    def __init__(self) -> None:
+        self.found = 0
+        self._contexts = set[int]()  # ids of calls that are counted at the end of their `with`
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            self._contexts |= {id(item.context_expr) for item in node.items}
+        self.generic_visit(node)
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.stmt) and _is_guard(node)):
+            return [node, ast.copy_location(ast.Expr(self._count([])), node)]
+        if _called_name(node).startswith("assert") and id(node) not in self._contexts:
+            return self._count([node])
+        return node
+
+    def _count(self, value: list[Any]) -> ast.Call:
+        self.found += 1
+        return ast.Call(ast.Name(COUNTER, ast.Load()), value, [])
 
 
 def syntax_error(source: str) -> str:
@@ -63,109 +136,108 @@ def syntax_error(source: str) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes
             ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except _ERRORS as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
         return f"{getattr(error, 'msg', error) or type(error).__name__}{line}"
     return ""
 
 
 def has_check(source: str) -> bool:
-    """Return whether tests contain anything that can fail: a check, a test function, a test class or a case.
-
-    Source that does not compile counts as True: its error is reported when it runs.
-    """
+    """Return whether tests contain an assertion. Source that does not compile counts as True: its error is reported."""
+    counting = _CountChecks()
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        counting.visit(ast.parse(source))
+    except _ERRORS:
         return True
-    for node in ast.walk(tree):
-        if isinstance(node, ast.stmt) and _is_check(node):
-            return True
-        name = getattr(node, "name", None) or getattr(node, "id", None)
-        if isinstance(node, _SCOPES) and str(name).lower().startswith("test"):
-            return True
-        if isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(base) for base in node.bases):
-            return True
-    return False
+    return counting.found > 0
 
 
-class _CountChecks(ast.NodeTransformer):
-    """Insert a call of the counter in front of every check."""
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(node, field, None)
-            if isinstance(block, list):
-                block[:] = [new for statement in block for new in self._counted(statement)]
-        return node
-
-    def _counted(self, statement: ast.stmt) -> list[ast.stmt]:
-        if not isinstance(statement, ast.stmt) or not _is_check(statement):
-            return [statement]
-        call = ast.Expr(ast.Call(ast.Name(COUNTER, ast.Load()), [], []))
-        return [ast.fix_missing_locations(ast.copy_location(call, statement)), statement]
+@functools.lru_cache(32)  # many completions of one task have the same checks
+def compile_checks(tests: str, examples: tuple[str, ...] = ()) -> bytes:
+    """Return checks for `load_checks`. The parent compiles them once; in a new process this takes 1 ms."""
+    code, error = compile("", "tests.py", "exec"), ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            tree = ast.fix_missing_locations(_CountChecks().visit(ast.parse(tests, "tests.py")))
+            code = compile(tree, "tests.py", "exec", dont_inherit=True)
+        except _ERRORS as raised:
+            error = f"failed: the test source: {type(raised).__name__}: {raised}"[:MAX_ERROR_CHARS]
+        return marshal.dumps((code, error, examples, *_free_names([tests, *examples])))
 
 
-@functools.lru_cache(32)  # many completions of one task have the same tests
-def compile_tests(source: str) -> bytes:
-    """Return tests for `load_tests`. The parent compiles them once; in a new process this takes 1 ms."""
-    try:
-        tree = _CountChecks().visit(ast.parse(source, "tests.py"))
-        code = compile(tree, "tests.py", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return marshal.dumps(f"failed: the test source: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
-    names = sorted(n for n in _global_names(code) if n[:2] != "__" and not hasattr(builtins, n))
-    return marshal.dumps((code, names))
+def load_checks(data: bytes) -> Checks:
+    """Return compiled checks."""
+    return Checks(*marshal.loads(data))  # trusted, and of the same interpreter
 
 
-def load_tests(data: bytes) -> tuple[CodeType, list[str]] | str:
-    """Return the tests as code that counts its checks, with the names that they look up, or why they do not compile."""
-    loaded: tuple[CodeType, list[str]] | str = marshal.loads(data)  # trusted, and of the same interpreter
-    return loaded
+def _free_names(sources: Sequence[str]) -> tuple[list[str], list[str], bool]:
+    """Return (names, modules, operands) of `Checks`."""
+    used, bound, called, explicit = set[str](), set[str](), set[str](), set[str]()
+    for source in sources:
+        try:
+            tables, nodes = [symtable.symtable(source, "tests.py", "exec")], list(ast.walk(ast.parse(source)))
+        except _ERRORS:
+            continue
+        top = tables[0]
+        for table in tables:
+            tables += table.get_children()
+            for symbol in table.get_symbols():
+                is_global = table is top or symbol.is_global()
+                if is_global and (symbol.is_assigned() or symbol.is_imported()):
+                    bound.add(symbol.get_name())
+                if is_global and symbol.is_referenced():
+                    used.add(symbol.get_name())
+        bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+        called |= {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in bases}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module == "program":
+                explicit |= {alias.name for alias in node.names}
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "program":
+                explicit.add(node.attr)
+    used = {n for n in used if n[:2] != "__" and not hasattr(builtins, n)}
+    modules = {n for n in used - called if n in sys.stdlib_module_names}
+    operands = any(n[:1].isupper() for n in (used - bound) | explicit)
+    return sorted(used - modules), sorted(modules), operands
 
 
-def _global_names(code: CodeType) -> set[str]:
-    """Return every name that code and the functions in it look up."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _global_names(constant)
-    return names
+class _Counter:
+    """Counts the assertions that held."""
+
+    held = 0
+
+    def __call__(self, value: Any = None) -> Any:
+        self.held += 1
+        return value
 
 
-def run_tests(code: CodeType, program: dict[str, Any], describe: Callable[[BaseException], str]) -> str:
-    """Run compiled tests and return the reason: "passed" or "failed: ...".
+def run_tests(checks: Checks, names: dict[str, Any], describe: Callable[[BaseException], str]) -> str:
+    """Run compiled tests and return the reason: "passed" or "failed: ...". Tests with examples need no assertion.
 
     Args:
-        code: of `compile_tests`.
-        program: names of the program that the tests see, as values or proxies.
+        checks: the tests.
+        names: their namespace, with the names of the program as values or handles.
         describe: formats an exception in one line.
     """
-    tests = ModuleType("tests")
-    names = vars(tests)
-    names.update(program)
-    counter = itertools.count()
-    names.update(__name__="tests", __builtins__=builtins)
-    names[COUNTER] = counter.__next__
-    sys.modules["tests"] = tests
-    running, n_tests = "the test source", 0
+    given, counter = dict(names), _Counter()
+    names[COUNTER] = counter
+    running = "the test source"
     try:
-        exec(code, names)
-        bound = {n: v for n, v in names.items() if n not in program or program[n] is not v}
-        bound = {n: v for n, v in bound.items() if not is_remote(v)}
-        cases = [v for v in bound.values() if _is_test_case(v)]
+        exec(checks.code, names)
+        bound = {n: v for n, v in names.items() if n not in given or given[n] is not v}
+        bound = {n: v for n, v in bound.items() if not isinstance(v, Handle)}
         for name, test in _find_tests(bound):
-            running = name
+            running, before = name, counter.held
             _call(test)
-            n_tests += 1
-        if cases:
-            return _run_test_cases(cases, describe)
+            if counter.held == before:
+                return f"failed: {running}: no assertion ran"
+        if cases := [v for v in bound.values() if _is_test_case(v)]:
+            return _run_test_cases(cases, describe, counter)
     except BaseException as error:
         return f"failed: {running}: {describe(error)}"
-    if next(counter) or n_tests:
+    if counter.held or checks.examples:
         return "passed"
-    return "failed: no test ran: expected an assert, a function or method named test..., or a unittest case"
+    return "failed: no assertion ran: expected an assert, or one in a function test... or a unittest case"
 
 
 def _find_tests(bound: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -199,7 +271,11 @@ def _call(test: Callable[[], Any]) -> None:
     elif isinstance(result, GeneratorType):
         for _ in result:
             pass
-    elif hasattr(type(result), "__enter__") and hasattr(type(result), "__exit__"):
+    elif (
+        not isinstance(result, Handle)
+        and hasattr(type(result), "__enter__")
+        and hasattr(type(result), "__exit__")
+    ):
         with result:
             pass
 
@@ -211,31 +287,32 @@ def _is_test_case(value: object) -> bool:
 class _Cases(unittest.TestSuite):
     """Tests of unittest cases. `running` is the present one, and "" before the first."""
 
+    counter: _Counter
     running: Any = ""
 
     def __iter__(self) -> Any:
         for test in self._tests:
-            self.running = test
+            self.running, before = test, self.counter.held
             yield test
+            if self.counter.held == before:
+                raise AssertionError("no assertion ran")
 
 
 def _run_test_cases(
-    cases: Sequence[type[unittest.TestCase]], describe: Callable[[BaseException], str]
+    cases: Sequence[type[unittest.TestCase]], describe: Callable[[BaseException], str], counter: _Counter
 ) -> str:
     """Run cases and return the reason. The first failure ends them, so no result is collected and formatted."""
     suite = _Cases(case(name) for case in cases for name in _case_test_names(case))
-    for test in suite:
-        method = getattr(type(test), test._testMethodName)
-        if any(getattr(marked, "__unittest_expecting_failure__", False) for marked in (type(test), method)):
-            return f"failed: {test}: expected to fail, so it checks nothing"
-        is_async = isinstance(test, unittest.IsolatedAsyncioTestCase)
-        if not is_async and getattr(getattr(method, "__code__", None), "co_flags", 0) & _NEVER_RUN:
-            return f"failed: {test}: unittest does not run a coroutine or generator of a TestCase, so it checks nothing"
-    suite.running = ""
+    suite.counter = counter
     try:
+        for test in suite._tests:
+            suite.running = test
+            method = getattr(type(test), test._testMethodName)
+            if any(
+                getattr(marked, "__unittest_expecting_failure__", False) for marked in (type(test), method)
+            ):
+                raise AssertionError("expected to fail, so it checks nothing")
         suite.debug()
-    except unittest.SkipTest:
-        return f"failed: {suite.running}: skipped"
     except BaseException as error:
         return f"failed: {suite.running}: {describe(error)}"
     return "passed" if suite.running else "failed: no test found"

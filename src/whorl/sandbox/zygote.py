@@ -11,8 +11,8 @@ second part (tests and examples), which is therefore not in the memory of the fi
                                          tests <--calls, values--> program
                                <--reason-- tests
 
-Only the process of the tests holds the pipe of the reason, and no statement of the program runs in it. Without tests
-the zygote itself sends the examples. A child cannot fork, so killing two processes kills all that a program started.
+Only the process of the tests holds the pipe of the reason, and no statement of the program runs in it. A child cannot
+fork, so killing two processes kills all that a program started.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -58,7 +58,7 @@ MANY_ENTRIES = 32  # entries of the work folder that are removed at once; more a
 
 @dataclass(frozen=True)
 class Pipes:
-    """The zygote's ends of the pipes of a program's processes; -1 if it has no tests."""
+    """The zygote's ends of the pipes of a program's processes; -1 if it has no checks."""
 
     requests: int
     replies: int
@@ -110,7 +110,7 @@ class Zygote:
     def run_program(self, head: dict[str, Any]) -> dict[str, Any]:
         """Run one program and return its report. Reads the second part of the request."""
         start_time = time.perf_counter()
-        pairs = [os.pipe() for _ in range(5 if head["has_tests"] else 3)]
+        pairs = [os.pipe() for _ in range(5 if head["has_checks"] else 3)]
         (output, output_end), (requests_end, requests), (replies, replies_end), *own = pairs
         limits, program_runner, test_runner = head["limits"], self.program_runner, self.test_runner
         folder.write_files(self.work_folder, head["files"])
@@ -138,12 +138,12 @@ class Zygote:
         for end in (output_end, requests_end, replies_end):
             os.close(end)
         os.set_blocking(output, False)
-        checks: dict[str, Any] = receive(0) if head["has_checks"] else {"tests": "", "examples": []}
+        checks = base64.b64decode(receive(0)) if head["has_checks"] else b""
         monitor = Monitor(limits, self.work_folder, output)
         monitor.pids += pids
         pipes = Pipes(requests, replies, tests, verdict)
         try:
-            reason, outputs = self._collect(monitor, pipes, checks["tests"], checks["examples"])
+            reason, outputs = self._collect(monitor, pipes, checks)
         finally:
             for end in {output, requests, replies, tests, verdict} - {-1}:
                 os.close(end)
@@ -183,37 +183,25 @@ class Zygote:
         return pid
 
     def _collect(
-        self, monitor: Monitor, pipes: Pipes, tests: str, examples: Sequence[str]
+        self, monitor: Monitor, pipes: Pipes, checks: bytes
     ) -> tuple[str, list[tuple[str, str | None]]]:
         """Return the reason and the outputs of the examples, after the end of all processes."""
-        outputs: list[tuple[str, str | None]] = []
         os.set_blocking(pipes.replies, False)
         frame = monitor.read_frame(pipes.replies)
-        reason = "" if frame is None else parse_reason(frame)
-        if reason == "passed" and tests:
-            reason = self._run_tests(monitor, pipes, tests)
-        if reason == "passed" and examples:
-            os.set_blocking(pipes.replies, False)
-            os.set_blocking(pipes.requests, False)
-            data = json.dumps({"examples": examples}).encode()
-            frame = monitor.read_frame(pipes.replies, pipes.requests, len(data).to_bytes(4, "little") + data)
-            reason, outputs = ("", []) if frame is None else parse_outputs(frame)
+        reason, outputs = ("", []) if frame is None else parse_report(frame)
+        if reason == "passed" and checks:
+            os.set_blocking(pipes.replies, True)  # only the tests read it from now on
+            os.set_blocking(pipes.tests, False)
+            os.set_blocking(pipes.verdict, False)
+            frame = monitor.read_frame(pipes.verdict, pipes.tests, len(checks).to_bytes(4, "little") + checks)
+            reason = "failed: the process of the tests ended before them"
+            if frame is not None:
+                reason, outputs = parse_report(frame)
+            reason = reason.removeprefix("exited")
         if not reason and not monitor.reason:  # the program closed its pipe: it has ended, or will not answer
             monitor.wait_end(monitor.pids[0])
         status, used = monitor.kill_all()[0]
         return reason or _exit_reason(status, used, monitor.limits), outputs
-
-    def _run_tests(self, monitor: Monitor, pipes: Pipes, tests: str) -> str:
-        """Send the tests to their process and return the reason, or "" if the program ended."""
-        os.set_blocking(pipes.replies, True)  # only the tests read it from now on
-        os.set_blocking(pipes.tests, False)
-        os.set_blocking(pipes.verdict, False)
-        data = base64.b64decode(tests)
-        frame = monitor.read_frame(pipes.verdict, pipes.tests, len(data).to_bytes(4, "little") + data)
-        if frame is None:
-            return "failed: the process of the tests ended before them"
-        reason = parse_reason(frame)
-        return "" if reason == "exited" else reason
 
     def _clear_folder(self) -> None:
         """Empty the work folder. A full one is renamed, replaced, and removed by another process meanwhile."""
@@ -283,23 +271,22 @@ def hide_modules() -> None:
     sys.modules["ctypes"] = sys.modules["_ctypes"] = None  # type: ignore[assignment]
 
 
-def parse_reason(frame: bytes) -> str:
-    """Return the reason of a report that may be forged; anything but a text of a known kind counts as a crash."""
+def parse_report(frame: bytes) -> tuple[str, list[tuple[str, str | None]]]:
+    """Return the reason, and the outputs of examples, of a report that may be forged.
+
+    Anything but a text of a known kind counts as a crash.
+    """
     try:
-        reason = _text(json.loads(frame)["reason"])
+        report = json.loads(frame)
+        reason = _text(report["reason"])
         if reason.split(":", 1)[0] not in REASON_KINDS:
             raise ValueError(f"unknown reason {reason[:40]!r}")
-        return reason + FORBIDDEN_HINT if reason.endswith(FORBIDDEN) else reason
+        outputs = [
+            (_text(text), None if error is None else _text(error))
+            for text, error in report.get("outputs", [])
+        ]
+        return reason + FORBIDDEN_HINT * reason.endswith(FORBIDDEN), outputs
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        return f"crashed: the program wrote a malformed report ({type(error).__name__})"
-
-
-def parse_outputs(frame: bytes) -> tuple[str, list[tuple[str, str | None]]]:
-    """Return the reason, and the outputs of examples, of a report that may be forged."""
-    try:
-        pairs = [(_text(text), None if error is None else _text(error)) for text, error in json.loads(frame)]
-        return "passed", pairs
-    except (ValueError, TypeError, RecursionError) as error:
         return f"crashed: the program wrote a malformed report ({type(error).__name__})", []
 
 

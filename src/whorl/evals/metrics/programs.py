@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from whorl.errors import DataError
 from whorl.evals.metrics.refusal import is_refusal
 from whorl.evals.metrics.registry import ProgramMetric
 from whorl.evals.metrics.result import Graded
+from whorl.evals.verify.program_verifiers import parse_or_none, prompt_definitions
 from whorl.evals.verify.text_verifiers import after_thinking
 from whorl.sandbox import Program, ProgramResult
 from whorl.sandbox.unit_tests import has_check, syntax_error
@@ -64,7 +64,7 @@ def build(
         )
     source = program_source(text, prompt, entry_point)
     if source is not None:
-        return Program(source, gold)
+        return Program(source, f"{prompt_definitions(prompt, entry_point)}{gold}")
     if is_refusal(text, prompt):
         return Graded({SCORE: 0.0}, "refused", "the model declines")
     if finish == "length":
@@ -105,7 +105,7 @@ def _parsed(before: str, code: str) -> str | None:
     lines = code.split("\n")
     for _ in range(200):
         source = before + "\n".join(lines)
-        tree = _parse(source)
+        tree = parse_or_none(source)
         if tree is not None:
             end = before.count("\n") + 1
             after = [node for node in tree.body if node.lineno >= end and isinstance(node, ast.Expr)]
@@ -126,15 +126,6 @@ def _without(source: str, nodes: list[ast.Expr]) -> str:
         for i in range(node.lineno - 1, node.end_lineno or node.lineno):
             lines[i] = ""
     return "\n".join(lines)
-
-
-def _parse(source: str) -> ast.Module | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes of untrusted source
-            return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
 
 
 program = ProgramMetric(build, grade)

@@ -4,9 +4,12 @@ The program is the prompt with its continuation. For a conversation it is the la
 the whole answer if nothing is fenced. Parsing needs no sandbox; running does.
 
 The subtle part of doctest is the source of the examples: a model could write passing ones. So they come from the task's
-answer or, if that is empty, from docstrings that end within the prompt. Their output is compared in this process
-(`doctest.OutputChecker`), and docstrings with examples are empty in the program that runs (`without_examples`), so the
-program's process never holds the expected text.
+answer or, if that is empty, from docstrings that end within the prompt. They run in the process of the tests. Their output
+is compared in this process (`doctest.OutputChecker`), and docstrings with examples are empty in the program that runs
+(`without_examples`), so the program's process never holds the expected text.
+
+Imports, functions and constants of the prompt run again in the process of the tests (`prompt_definitions`): a completion
+that redefines a helper changes only its own copy.
 """
 
 from __future__ import annotations
@@ -32,6 +35,16 @@ class SandboxVerifier:
 
     build_program: Callable[[VerifiableTask, str], Program]
     grade: Callable[[ProgramResult, VerifiableTask, str], Verdict]
+
+
+def parse_or_none(source: str) -> ast.Module | None:
+    """Return the tree of untrusted source, or None if it does not parse."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes
+        try:
+            return ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+            return None
 
 
 def program_source(task: VerifiableTask, completion: str) -> str:
@@ -116,11 +129,8 @@ def doctest_examples(task: VerifiableTask, completion: str) -> list[doctest.Exam
     if not task.prompt.endswith("\n"):
         before -= 1
     examples = []
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(program_source(task, completion))
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+    tree = parse_or_none(program_source(task, completion))
+    if tree is None:
         return []  # the program does not run either
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -135,11 +145,8 @@ def without_examples(source: str) -> str:
 
     The prompt's docstring is part of the program, which could otherwise look up what it should print.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+    tree = parse_or_none(source)
+    if tree is None:
         return source
     # Lines as the parser counts them: str.splitlines also splits at form feeds and other characters.
     lines = [line.encode() for line in re.split(r"(?<=\n)|(?<=\r)(?!\n)", source)]
@@ -155,9 +162,27 @@ def without_examples(source: str) -> str:
     return b"".join(lines).decode()
 
 
+def prompt_definitions(prompt: str, entry_point: str = "") -> str:
+    """Return the imports, functions and assignments of a prompt, for the tests; "" if it does not end in a definition.
+
+    Classes are left out: the tests use those of the program.
+
+    Args:
+        entry_point: name of the requested function, which is left out; by default the last one.
+    """
+    tree = parse_or_none(prompt) or parse_or_none(prompt + "    pass\n")
+    if tree is None or not tree.body or not isinstance(tree.body[-1], _DEFINITIONS):
+        return ""
+    requested = entry_point or tree.body[-1].name
+    kept = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    body: list[ast.stmt] = [n for n in tree.body if isinstance(n, kept) and getattr(n, "name", "") != requested]
+    return ast.unparse(ast.Module(body, [])) + "\n" if body else ""
+
+
 def _examples_program(task: VerifiableTask, completion: str) -> Program:
     return Program(
         without_examples(program_source(task, completion)),
+        prompt_definitions(task.prompt),
         examples=tuple(e.source for e in doctest_examples(task, completion)) or ("None",),
     )
 
@@ -211,7 +236,7 @@ def tests_program(task: VerifiableTask, completion: str) -> Program:
             expected="an assert, a function or method named test..., or a unittest case",
             do="call a function such as check(candidate) in the last line of the tests",
         )
-    return Program(program_source(task, completion), tests=task.answer)
+    return Program(program_source(task, completion), tests=f"{prompt_definitions(task.prompt)}{task.answer}")
 
 
 def _tests_verdict(result: ProgramResult, task: VerifiableTask, completion: str) -> Verdict:
