@@ -8,31 +8,40 @@ import selectors
 import time
 from typing import Any
 
+_read, _write = os.read, os.write  # bound here: a program may replace those of `os`
 
-def read_exactly(descriptor: int, n: int) -> bytes:
-    """Read n bytes, or fewer if the pipe ends."""
-    parts: list[bytes] = []
-    while n > 0 and (part := os.read(descriptor, n)):
+
+def write_frame(descriptor: int, data: bytes) -> None:
+    """Write one frame. Raises BrokenPipeError if the reader is gone."""
+    unsent = memoryview(len(data).to_bytes(4, "little") + data)
+    while unsent:
+        unsent = unsent[_write(descriptor, unsent) :]
+
+
+def read_frame(descriptor: int) -> bytes:
+    """Read one frame. Raises EOFError if the stream ends."""
+    return _read_exactly(descriptor, int.from_bytes(_read_exactly(descriptor, 4), "little"))
+
+
+def _read_exactly(descriptor: int, n: int) -> bytes:
+    parts = []
+    while n > 0:
+        part = _read(descriptor, min(n, 1 << 20))
+        if not part:
+            raise EOFError
         parts.append(part)
         n -= len(part)
     return b"".join(parts)
 
 
 def send(descriptor: int, value: Any) -> None:
-    """Write one message. Raises BrokenPipeError if the reader is gone."""
-    data = json.dumps(value).encode()
-    unsent = memoryview(len(data).to_bytes(4, "little") + data)
-    while unsent:
-        unsent = unsent[os.write(descriptor, unsent) :]
+    """Write one message."""
+    write_frame(descriptor, json.dumps(value).encode())
 
 
 def receive(descriptor: int) -> Any:
-    """Read the next message. Raises EOFError at the end of the stream."""
-    size = read_exactly(descriptor, 4)
-    data = read_exactly(descriptor, int.from_bytes(size, "little"))
-    if len(size) < 4 or len(data) < int.from_bytes(size, "little"):
-        raise EOFError
-    return json.loads(data)
+    """Read the next message."""
+    return json.loads(read_frame(descriptor))
 
 
 def receive_with_deadline(descriptor: int, deadline: float) -> Any:

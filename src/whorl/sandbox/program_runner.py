@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
-from whorl.sandbox.rpc.peer import write_frame
+from whorl.sandbox.frames import write_frame
 from whorl.sandbox.rpc.program_peer import ProgramPeer
 from whorl.sandbox.unit_tests import MAX_ERROR_CHARS
 

@@ -11,17 +11,18 @@ import builtins
 import contextlib
 import io
 import json
+import marshal
 import os
 import random
 import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
+from whorl.sandbox.frames import read_frame, write_frame
 from whorl.sandbox.program_runner import StandardStreams, format_exception
-from whorl.sandbox.rpc.peer import read_frame, write_frame
 from whorl.sandbox.rpc.program_peer import PROGRAM_NUMBER
-from whorl.sandbox.rpc.tests_peer import Handle, ProgramModule, TestsPeer
-from whorl.sandbox.unit_tests import Checks, load_checks, run_tests
+from whorl.sandbox.rpc.tests_peer import TestsPeer
+from whorl.sandbox.unit_tests import run_tests
 
 
 class TestRunner:
@@ -29,7 +30,7 @@ class TestRunner:
 
     def __init__(self, streams: StandardStreams) -> None:
         self.peer, self.streams = TestsPeer(), streams
-        self.program = ProgramModule(Handle(self.peer, PROGRAM_NUMBER))
+        self.program: Any = self.peer.decode_object(PROGRAM_NUMBER, False)
 
     def run(self, checks: int, replies: int, requests: int, verdict: int) -> NoReturn:
         """Receive checks, run them, write the reason and the outputs of examples as one frame of JSON, and exit.
@@ -43,15 +44,16 @@ class TestRunner:
         self.streams.install()
         peer, outputs = self.peer, []
         peer.receive_fd, peer.send_fd = replies, requests
-        peer.install_streams()
+        peer.remember_streams()
         try:
             data = read_frame(checks)
             random.seed(data)  # no number that the program could draw as well
-            loaded = load_checks(data)
-            names = self._names(loaded)
-            reason = loaded.error or run_tests(loaded, names, format_exception)
+            # Trusted, and of the same interpreter.
+            code, error, examples, used, modules, peer.operands = marshal.loads(data)
+            names = self._names(used, modules)
+            reason = error or run_tests(code, names, format_exception, need_assertion=not examples)
             if reason == "passed":
-                outputs = [self._run_example(source, names) for source in loaded.examples]
+                outputs = [self._run_example(source, names) for source in examples]
         except BaseException as error:
             reason = f"failed: {format_exception(error)}"
         with contextlib.suppress(Exception):
@@ -59,16 +61,15 @@ class TestRunner:
         write_frame(verdict, json.dumps({"reason": peer.failure or reason, "outputs": outputs}).encode())
         os._exit(0)
 
-    def _names(self, checks: Checks) -> dict[str, Any]:
-        """Return the namespace of the tests, with the names of the program that they use."""
+    def _names(self, used: list[str], modules: list[str]) -> dict[str, Any]:
+        """Return the namespace of the tests, with the names of the program that they use, and modules of the library."""
         tests = sys.modules["tests"] = ModuleType("tests")
         sys.modules["program"] = self.program
-        self.peer.operands = checks.operands
-        found = self.peer.request("lookup", vars(self.program)["_whorl_handle"], checks.names)
-        if type(found) is not dict or not found.keys() <= set(checks.names):
+        found = self.peer.request("lookup", self.program, used)
+        if type(found) is not dict or not found.keys() <= set(used):
             raise TypeError("the program's names were expected")
         vars(tests).update(found, __builtins__=builtins)
-        for name in checks.modules:
+        for name in modules:
             with contextlib.suppress(ImportError):
                 vars(tests)[name] = __import__(name)
         return vars(tests)

@@ -29,7 +29,6 @@ import sys
 import unittest
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import CodeType, CoroutineType, GeneratorType
 from typing import Any
 
@@ -39,27 +38,6 @@ from whorl.sandbox.rpc.tests_peer import Handle
 COUNTER = "__count_check__"  # the name of the counter in the tests' module
 MAX_ERROR_CHARS = 300
 _ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
-
-
-@dataclass(frozen=True)
-class Checks:
-    """The compiled checks of a program.
-
-    Attributes:
-        code: the tests.
-        error: why they do not compile, or "".
-        examples: sources of the examples.
-        names: names that the checks look up: those that they do not bind come from the program.
-        modules: names of the library's modules that the checks use as modules only: they never come from the program.
-        operands: whether the checks use a class of the program, by a capitalised name that they never bind.
-    """
-
-    code: CodeType
-    error: str
-    examples: tuple[str, ...]
-    names: list[str]
-    modules: list[str]
-    operands: bool
 
 
 def _called_name(node: ast.AST) -> str:
@@ -130,31 +108,30 @@ class _CountChecks(ast.NodeTransformer):
         return ast.Call(ast.Name(COUNTER, ast.Load()), value, [])
 
 
-def syntax_error(source: str) -> str:
-    """Return why source does not compile; "" if it does. Tests that do not compile fail every program."""
+def tests_error(source: str) -> str:
+    """Return why tests can give no verdict: there are none, they do not parse, or they check nothing; "" if they can."""
+    counting = _CountChecks()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes
-            ast.parse(source)
+            counting.visit(ast.parse(source))
     except _ERRORS as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
-        return f"{getattr(error, 'msg', error) or type(error).__name__}{line}"
-    return ""
-
-
-def has_check(source: str) -> bool:
-    """Return whether tests contain an assertion. Source that does not compile counts as True: its error is reported."""
-    counting = _CountChecks()
-    try:
-        counting.visit(ast.parse(source))
-    except _ERRORS:
-        return True
-    return counting.found > 0
+        return f"the tests do not parse: {getattr(error, 'msg', error) or type(error).__name__}{line}"
+    return "" if counting.found else "the tests check nothing" if source.strip() else "there are no tests"
 
 
 @functools.lru_cache(32)  # many completions of one task have the same checks
 def compile_checks(tests: str, examples: tuple[str, ...] = ()) -> bytes:
-    """Return checks for `load_checks`. The parent compiles them once; in a new process this takes 1 ms."""
+    """Return checks, compiled in the parent once, marshalled, since in a new process this takes 1 ms.
+
+    code: the tests, with calls of the counter.
+    error: why they do not compile, or "".
+    examples: their sources.
+    names: names that the checks look up: those that they do not bind come from the program.
+    modules: names of the library's modules that the checks use as modules only: they never come from the program.
+    operands: whether the checks use a class of the program, by a capitalised name that they never bind.
+    """
     code, error = compile("", "tests.py", "exec"), ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -166,13 +143,8 @@ def compile_checks(tests: str, examples: tuple[str, ...] = ()) -> bytes:
         return marshal.dumps((code, error, examples, *_free_names([tests, *examples])))
 
 
-def load_checks(data: bytes) -> Checks:
-    """Return compiled checks."""
-    return Checks(*marshal.loads(data))  # trusted, and of the same interpreter
-
-
 def _free_names(sources: Sequence[str]) -> tuple[list[str], list[str], bool]:
-    """Return (names, modules, operands) of `Checks`."""
+    """Return (names, modules, operands) of `compile_checks`."""
     used, bound, called, explicit = set[str](), set[str](), set[str](), set[str]()
     for source in sources:
         try:
@@ -211,19 +183,22 @@ class _Counter:
         return value
 
 
-def run_tests(checks: Checks, names: dict[str, Any], describe: Callable[[BaseException], str]) -> str:
-    """Run compiled tests and return the reason: "passed" or "failed: ...". Tests with examples need no assertion.
+def run_tests(
+    code: CodeType, names: dict[str, Any], describe: Callable[[BaseException], str], need_assertion: bool
+) -> str:
+    """Run compiled tests and return the reason: "passed" or "failed: ...".
 
     Args:
-        checks: the tests.
+        code: the tests.
         names: their namespace, with the names of the program as values or handles.
         describe: formats an exception in one line.
+        need_assertion: fail if no assertion ran.
     """
     given, counter = dict(names), _Counter()
     names[COUNTER] = counter
     running = "the test source"
     try:
-        exec(checks.code, names)
+        exec(code, names)
         bound = {n: v for n, v in names.items() if n not in given or given[n] is not v}
         bound = {n: v for n, v in bound.items() if not isinstance(v, Handle)}
         for name, test in _find_tests(bound):
@@ -235,7 +210,7 @@ def run_tests(checks: Checks, names: dict[str, Any], describe: Callable[[BaseExc
             return _run_test_cases(cases, describe, counter)
     except BaseException as error:
         return f"failed: {running}: {describe(error)}"
-    if counter.held or checks.examples:
+    if counter.held or not need_assertion:
         return "passed"
     return "failed: no assertion ran: expected an assert, or one in a function test... or a unittest case"
 
@@ -302,7 +277,8 @@ def _run_test_cases(
     cases: Sequence[type[unittest.TestCase]], describe: Callable[[BaseException], str], counter: _Counter
 ) -> str:
     """Run cases and return the reason. The first failure ends them, so no result is collected and formatted."""
-    suite = _Cases(case(name) for case in cases for name in _case_test_names(case))
+    load = unittest.defaultTestLoader.loadTestsFromTestCase
+    suite = _Cases(test for case in cases for test in load(case))
     suite.counter = counter
     try:
         for test in suite._tests:
@@ -316,11 +292,3 @@ def _run_test_cases(
     except BaseException as error:
         return f"failed: {suite.running}: {describe(error)}"
     return "passed" if suite.running else "failed: no test found"
-
-
-def _case_test_names(case: type[unittest.TestCase]) -> list[str]:
-    """Return the names that the loader of unittest finds, in order."""
-    own = [kind for kind in case.__mro__ if not kind.__module__.startswith("unittest.")]
-    names = sorted({name for kind in own for name in vars(kind) if name.startswith("test")})
-    names = [name for name in names if callable(getattr(case, name))]
-    return names or ["runTest"] * hasattr(case, "runTest")

@@ -30,18 +30,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from whorl.sandbox import work_folder as folder
 from whorl.sandbox.confinement import Confinement, ConfinementCall, ProtectionUnavailable, stdlib_paths
-from whorl.sandbox.frames import receive, send
+from whorl.sandbox.frames import receive, send, write_frame
 from whorl.sandbox.limits import REASON_KINDS
 from whorl.sandbox.monitor import Monitor
 from whorl.sandbox.program_runner import ProgramRunner, StandardStreams
 from whorl.sandbox.rpc.event_loop import install_policy
-from whorl.sandbox.rpc.peer import write_frame
 from whorl.sandbox.test_process import TestRunner
 
 PRELOADED_MODULES = """
@@ -54,16 +52,6 @@ warnings weakref zlib zoneinfo _bz2 _lzma _posixsubprocess _sha3 _blake2 select 
 FORBIDDEN = ("[Errno 1] Operation not permitted", "can't start new thread")
 FORBIDDEN_HINT = " (not allowed in the sandbox; docs/sandbox.md lists what is not)"
 MANY_ENTRIES = 32  # entries of the work folder that are removed at once; more are removed by another process
-
-
-@dataclass(frozen=True)
-class Pipes:
-    """The zygote's ends of the pipes of a program's processes; -1 if it has no checks."""
-
-    requests: int
-    replies: int
-    tests: int
-    verdict: int
 
 
 class Zygote:
@@ -141,9 +129,8 @@ class Zygote:
         checks = base64.b64decode(receive(0)) if head["has_checks"] else b""
         monitor = Monitor(limits, self.work_folder, output)
         monitor.pids += pids
-        pipes = Pipes(requests, replies, tests, verdict)
         try:
-            reason, outputs = self._collect(monitor, pipes, checks)
+            reason, outputs = self._collect(monitor, replies, tests, verdict, checks)
         finally:
             for end in {output, requests, replies, tests, verdict} - {-1}:
                 os.close(end)
@@ -183,17 +170,17 @@ class Zygote:
         return pid
 
     def _collect(
-        self, monitor: Monitor, pipes: Pipes, checks: bytes
+        self, monitor: Monitor, replies: int, tests: int, verdict: int, checks: bytes
     ) -> tuple[str, list[tuple[str, str | None]]]:
         """Return the reason and the outputs of the examples, after the end of all processes."""
-        os.set_blocking(pipes.replies, False)
-        frame = monitor.read_frame(pipes.replies)
+        os.set_blocking(replies, False)
+        frame = monitor.read_frame(replies)
         reason, outputs = ("", []) if frame is None else parse_report(frame)
         if reason == "passed" and checks:
-            os.set_blocking(pipes.replies, True)  # only the tests read it from now on
-            os.set_blocking(pipes.tests, False)
-            os.set_blocking(pipes.verdict, False)
-            frame = monitor.read_frame(pipes.verdict, pipes.tests, len(checks).to_bytes(4, "little") + checks)
+            os.set_blocking(replies, True)  # only the tests read it from now on
+            os.set_blocking(tests, False)
+            os.set_blocking(verdict, False)
+            frame = monitor.read_frame(verdict, tests, len(checks).to_bytes(4, "little") + checks)
             reason = "failed: the process of the tests ended before them"
             if frame is not None:
                 reason, outputs = parse_report(frame)

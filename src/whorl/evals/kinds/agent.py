@@ -39,7 +39,7 @@ from whorl.evals.results import ItemResult, Outcome
 from whorl.evals.statistics.pass_at_k import pass_at_k
 from whorl.evals.tasks.task import Item
 from whorl.sandbox import Program, ProgramResult, ResourceLimits, Sandbox
-from whorl.sandbox.unit_tests import has_check, syntax_error
+from whorl.sandbox.unit_tests import tests_error
 from whorl.sandbox.work_folder import check_paths
 
 ANSWER_FILE = "answer.txt"  # of the tests' folder: the text of `finish`
@@ -120,16 +120,11 @@ class Agent(Kind):
     def check(self, item: Item) -> None:
         """Raises DataError: there are no tests, they check nothing, or the files have wrong paths."""
         where = f"task {self.config.name}, item {item.id!r}"
-        if not isinstance(item.gold, str) or not has_check(item.gold):
+        if reason := tests_error(item.gold) if isinstance(item.gold, str) else "there are no tests":
             raise DataError(
-                f"{where}: {'the tests check nothing' if item.gold else 'there are no tests'}",
-                expected="source with an assert or a test function as gold", do="correct the record, or `gold`",
-            )  # fmt: skip
-        if reason := syntax_error(item.gold):
-            raise DataError(
-                f"{where}: the tests do not parse: {reason}",
-                expected="Python source",
-                do="correct or remove the record",
+                f"{where}: {reason}",
+                expected="source with an assert as gold",
+                do="correct the record, or `gold`",
             )
         try:
             check_paths([*self.first_files(item), self.options.program or ANSWER_FILE])

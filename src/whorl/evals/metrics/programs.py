@@ -25,7 +25,7 @@ from whorl.evals.metrics.result import Graded
 from whorl.evals.verify.program_verifiers import parse_or_none, prompt_definitions
 from whorl.evals.verify.text_verifiers import after_thinking
 from whorl.sandbox import Program, ProgramResult
-from whorl.sandbox.unit_tests import has_check, syntax_error
+from whorl.sandbox.unit_tests import tests_error
 
 _FENCE = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PRELUDE = re.compile(r"^(?:@|def |async def |class )", re.MULTILINE)
@@ -53,14 +53,11 @@ def build(
         gold = str(gold.get("test", ""))
         if re.search(r"^def check\(", gold, re.MULTILINE) and entry_point:
             gold = f"{gold}\ncheck({entry_point})\n"
-    if not isinstance(gold, str) or not gold.strip() or not has_check(gold):
+    if not isinstance(gold, str) or (reason := tests_error(gold)):
         raise DataError(
-            "the item has no tests" if not gold else "the tests check nothing",
-            expected="source with an assert, a test function, or a function check(candidate) and entry_point",
-        )
-    if reason := syntax_error(gold):
-        raise DataError(
-            f"the tests do not parse: {reason}", expected="Python source", do="correct or remove the record"
+            reason if isinstance(gold, str) else "there are no tests",
+            expected="source with an assert, also in a test function or a function check(candidate) with entry_point",
+            do="correct or remove the record",
         )
     source = program_source(text, prompt, entry_point)
     if source is not None:

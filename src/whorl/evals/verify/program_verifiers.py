@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from whorl.errors import DataError
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.sandbox import ExampleOutput, Program, ProgramResult
-from whorl.sandbox.unit_tests import has_check
+from whorl.sandbox.unit_tests import tests_error
 
 _FENCE = re.compile(r"^```[ \t]*(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -175,7 +175,9 @@ def prompt_definitions(prompt: str, entry_point: str = "") -> str:
         return ""
     requested = entry_point or tree.body[-1].name
     kept = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
-    body: list[ast.stmt] = [n for n in tree.body if isinstance(n, kept) and getattr(n, "name", "") != requested]
+    body: list[ast.stmt] = [
+        n for n in tree.body if isinstance(n, kept) and getattr(n, "name", "") != requested
+    ]
     return ast.unparse(ast.Module(body, [])) + "\n" if body else ""
 
 
@@ -228,12 +230,10 @@ def tests_program(task: VerifiableTask, completion: str) -> Program:
     Raises:
         DataError: the task has no tests, or tests that check nothing.
     """
-    if not task.answer.strip():
-        raise DataError(f"task {task.id!r} has no tests", expected="their source as the task's answer")
-    if not has_check(task.answer):
+    if reason := tests_error(task.answer):
         raise DataError(
-            f"task {task.id!r} has tests that check nothing",
-            expected="an assert, a function or method named test..., or a unittest case",
+            f"task {task.id!r}: {reason}",
+            expected="source with an assert, also in a function test... or a unittest case, as the task's answer",
             do="call a function such as check(candidate) in the last line of the tests",
         )
     return Program(program_source(task, completion), tests=f"{prompt_definitions(task.prompt)}{task.answer}")

@@ -8,7 +8,6 @@ gather run one after the other.
 from __future__ import annotations
 
 import asyncio
-from asyncio import events
 from collections.abc import Awaitable
 from typing import Any
 
@@ -45,14 +44,7 @@ _loops: list[SocketlessEventLoop] = []  # one for all calls, since queues and lo
 
 
 def run_awaitable(value: Awaitable[Any]) -> Any:
-    """Return the result of an awaitable. While a loop of this process runs, it must not need one itself."""
-    if events._get_running_loop() is None:
-        if not _loops:
-            _loops.append(SocketlessEventLoop())
-        return _loops[0].run_until_complete(_result(value))
-    steps = value.__await__()
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+    """Return the result of an awaitable."""
+    if not _loops:
+        _loops.append(SocketlessEventLoop())
+    return _loops[0].run_until_complete(_result(value))

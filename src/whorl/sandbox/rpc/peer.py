@@ -1,7 +1,7 @@
 """Calls between two processes over two pipes, one call at a time, with calls back while a call runs.
 
-    request  ["?", target, ...]                        of each side: `program_peer.py`, `tests_peer.py`
-    reply    ["=", value, changed, streams]   or ["!", error, [], streams]
+    request  ["?", target, ...]                    of each side: `program_peer.py`
+    reply    ["=", value, changed, streams]   or ["!", error, [], streams]; streams only of the program
 
 A function that returns None may have changed its arguments in place, so the reply has the new contents of those that
 are lists, dicts, sets, ... . After any other result the caller's arguments are as they were.
@@ -10,13 +10,12 @@ are lists, dicts, sets, ... . After any other result the caller's arguments are 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from whorl.sandbox.frames import read_frame, write_frame
 from whorl.sandbox.rpc.codec import MUTABLE, Codec, replace_content
 
-_read, _write = os.read, os.write  # bound here: a program may replace those of `os`
 _to_json = json.JSONEncoder(check_circular=False).encode
 _from_json = json.JSONDecoder().decode
 
@@ -25,44 +24,20 @@ class ProgramEnded(BaseException):
     """The program's process has ended or has sent what is no message."""
 
 
-def write_frame(descriptor: int, data: bytes) -> None:
-    unsent = memoryview(len(data).to_bytes(4, "little") + data)
-    while unsent:
-        unsent = unsent[_write(descriptor, unsent) :]
-
-
-def read_frame(descriptor: int) -> bytes:
-    """Read one frame. Raises EOFError if the stream ends."""
-    size = _read_exactly(descriptor, 4)
-    return _read_exactly(descriptor, int.from_bytes(size, "little"))
-
-
-def _read_exactly(descriptor: int, n: int) -> bytes:
-    parts = []
-    while n > 0:
-        part = _read(descriptor, min(n, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        n -= len(part)
-    return b"".join(parts)
-
-
 class Peer(Codec):
     """One end of the connection.
 
     Attributes:
         receive_fd: descriptor of the other side's messages.
         send_fd: descriptor of this side's messages.
+        answer: returns the reply to a request of the other side.
     """
+
+    answer: Callable[[list[Any]], list[Any]]
 
     def __init__(self) -> None:
         super().__init__()
         self.receive_fd = self.send_fd = -1
-
-    def answer(self, message: list[Any]) -> list[Any]:
-        """Return the reply to a request of the other side."""
-        raise NotImplementedError
 
     def exchange(self, message: list[Any]) -> list[Any]:
         """Send a request, answer requests until its reply comes, and return that."""
@@ -81,6 +56,14 @@ class Peer(Codec):
         if type(message) is not list or not message or message[0] not in ("?", "=", "!"):
             raise ValueError("a message was expected")
         return message
+
+    def encode_named(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Return encoded named arguments."""
+        return {n: self.encode(v) for n, v in named.items()}
+
+    def decode_arguments(self, encoded: list[Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return decoded arguments and named arguments."""
+        return [self.decode(a) for a in encoded], {n: self.decode(v) for n, v in named.items()}
 
     def reply(
         self, function: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]

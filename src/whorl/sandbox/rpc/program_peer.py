@@ -3,23 +3,20 @@
     request of the tests    ["?", target, operation, arguments, named arguments, patches, streams]
     request of the program  ["?", callback, arguments, named arguments]
 
-All that is no value is exported under a number, with its kind: "generator", "coroutine" or "". A function of the tests
+All that is no value is exported under a number, and described by whether it is a coroutine. A function of the tests
 arrives as a function that calls it there.
 """
 
 from __future__ import annotations
 
-import builtins
 import copy
 import importlib
 import io
 import math
 import operator
-import random
 import sys
-import time
 from collections.abc import Callable
-from types import CoroutineType, GeneratorType, ModuleType
+from types import CoroutineType, ModuleType
 from typing import Any
 
 from whorl.sandbox.rpc.event_loop import run_awaitable
@@ -30,22 +27,19 @@ UNARY: dict[str, Callable[..., Any]] = {
     "bool": operator.truth, "len": len, "iter": iter, "next": next, "hash": hash, "int": int, "float": float,
     "complex": complex, "bytes": bytes, "index": operator.index, "abs": abs, "neg": operator.neg, "pos": operator.pos,
     "invert": operator.invert, "reversed": reversed, "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil,
-    "copy": copy.copy, "repr": repr, "str": str, "aiter": aiter, "anext": anext, "dir": dir,
+    "copy": copy.copy, "repr": repr, "str": str, "dir": dir,
 }  # fmt: skip
 ARITHMETIC = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()  # noqa: SIM905
 BINARY: dict[str, Callable[..., Any]] = {
     name: getattr(operator, f"__{name}__", divmod) for name in (*ARITHMETIC, "lt", "le", "gt", "ge")
 }
 # Names that tests replace and the program then sees replaced during a call, by a value or a function.
-PATCHABLE: tuple[tuple[ModuleType, str], ...] = (
-    *((builtins, name) for name in ("input", "print", "open")),
-    *((time, name) for name in ("time", "sleep", "monotonic", "perf_counter")),
-    *(
-        (random, name)
-        for name in ("random", "randint", "choice", "shuffle", "uniform", "randrange", "sample")
-    ),
-    (sys, "argv"),
-)
+PATCHABLE = [
+    *(("builtins", name) for name in ("input", "print", "open")),
+    *(("time", name) for name in ("time", "sleep", "monotonic", "perf_counter")),
+    *(("random", name) for name in ("random", "randint", "choice", "shuffle", "uniform", "randrange", "sample")),
+    ("sys", "argv"),
+]  # fmt: skip
 _SCALARS: tuple[
     tuple[type, Callable[[Any], Any]], ...
 ] = (  # the C methods of the bases: none can be overridden
@@ -58,10 +52,7 @@ _SCALARS: tuple[
 
 
 def plain_content(value: Any) -> Any:
-    """Return the content of an object whose class derives from a container, or of a view of a dict, as that builtin type.
-
-    Other objects give None.
-    """
+    """Return the content of an object whose class derives from a container, or of a view of a dict; else None."""
     if type(value) in (type({}.keys()), type({}.items())):
         return set(value)
     bases: tuple[Any, ...] = (list, tuple, set, frozenset, dict)
@@ -77,16 +68,13 @@ def _lookup(module: ModuleType, names: list[str]) -> dict[str, Any]:
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda value, /, *arguments, **named: value(*arguments, **named),
+    "call": lambda value, /, *arguments, **named: value(*arguments, **named), "await": run_awaitable,
     "getattr": getattr, "setattr": setattr, "delattr": delattr, "lookup": _lookup, "plain": plain_content,
     "getitem": operator.getitem, "setitem": operator.setitem, "delitem": operator.delitem,
     "contains": operator.contains, "eq": operator.eq, "round": round, "format": format, "deepcopy": copy.deepcopy,
     "isinstance": lambda kind, value: isinstance(value, kind), "issubclass": lambda kind, other: issubclass(other, kind),
-    "send": lambda value, sent: value.send(sent), "await": run_awaitable,
     "enter": lambda value: type(value).__enter__(value),
     "exit": lambda value, error: type(value).__exit__(value, type(error) if error else None, error, None),
-    "aenter": lambda value: type(value).__aenter__(value),
-    "aexit": lambda value, error: type(value).__aexit__(value, type(error) if error else None, error, None),
     **UNARY, **BINARY,
     **{f"r{name}": (lambda value, other, f=BINARY[name]: f(other, value)) for name in ARITHMETIC},
 }  # fmt: skip
@@ -99,24 +87,18 @@ class ProgramPeer(Peer):
         for base, exact in _SCALARS:
             if issubclass(kind, base):
                 return self.encode(exact(value))
-        name = "generator" if kind is GeneratorType else "coroutine" if kind is CoroutineType else ""
-        return ["object", self.export(value), name]
+        return ["object", self.export(value), kind is CoroutineType]
 
     def decode_object(self, number: Any, *described: Any) -> Any:
         """Return a function of the tests, or one of the library by its name."""
         if type(number) is str:
-            found: Any = importlib.import_module(number)
-            for name in described[0].split("."):
-                found = getattr(found, name)
-            return found
+            return operator.attrgetter(described[0])(importlib.import_module(number))
         if number in self._received:
             return self._received[number]
 
         def callback(*arguments: Any, **named: Any) -> Any:
-            named_parts = {n: self.encode(v) for n, v in named.items()}
-            kind, value, changed = self.exchange(
-                ["?", number, [self.encode(a) for a in arguments], named_parts]
-            )
+            request = ["?", number, self.encode_items(arguments), self.encode_named(named)]
+            kind, value, changed = self.exchange(request)
             if kind == "!":
                 raise self.decode(value)
             return self.result(value, changed, [*arguments, *named.values()])
@@ -134,19 +116,13 @@ class ProgramPeer(Peer):
             setattr(module, name, value)
             return value
 
-        arguments = [self.decode(a) for a in encoded]
-        named = {n: self.decode(v) for n, v in encoded_named.items()}
+        arguments, named = self.decode_arguments(encoded, encoded_named)
         for i, value in patches:
-            module, name = PATCHABLE[i]
-            replace(module, name, self.decode(value))
+            replace(importlib.import_module(PATCHABLE[i][0]), PATCHABLE[i][1], self.decode(value))
         stdin = replace(sys, "stdin", io.StringIO(text)) if text is not None else None
-        names = ("stdout", "stderr")
-        printed = [
-            replace(sys, n, io.StringIO()) if on else None for n, on in zip(names, captured, strict=True)
-        ]
-        target = self.exported[number]
-        reply = self.reply(lambda *a, **k: OPERATIONS[operation](target, *a, **k), arguments, named)
+        printed = [replace(sys, n, io.StringIO()) for n in captured]
+        function, target = OPERATIONS[operation], self.exported[number]
+        reply = self.reply(lambda *a, **k: function(target, *a, **k), arguments, named)
         for module, name, value in reversed(replaced):
             setattr(module, name, value)
-        output = ["" if stream is None else stream.getvalue() for stream in printed]
-        return [*reply, [*output, 0 if stdin is None else stdin.tell()]]
+        return [*reply, [0 if stdin is None else stdin.tell(), *(stream.getvalue() for stream in printed)]]

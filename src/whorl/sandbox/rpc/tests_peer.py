@@ -1,8 +1,8 @@
 """The tests' end of the connection: handles of the program's objects, and what tests may hand to the program.
 
 Tests hand over values (`codec.py`), handles, and plain functions, which the program may only call; functions of the library
-written in C go by their name. All else is refused: an object of the tests' process in the program's reach would lead to its
-classes, and from there to the comparisons (`Unverifiable`).
+that are written in C go by their name. All else is refused (`Unverifiable`): an object of the tests' process in the
+program's reach would lead to its classes, and from there to the comparisons.
 
 A handle forwards every operation to the program and gets a value or another handle. The subtle part is equality. The
 program may return an object that claims to be equal to everything. So a handle is never equal to a value, except by the
@@ -19,7 +19,6 @@ from types import (
     BuiltinFunctionType,
     CoroutineType,
     FunctionType,
-    GeneratorType,
     MethodDescriptorType,
     ModuleType,
     WrapperDescriptorType,
@@ -40,12 +39,7 @@ READABLE = (
     "__bases__",
 )
 _BY_NAME = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
-_STOPS = {
-    "next": StopIteration,
-    "send": StopIteration,
-    "anext": StopAsyncIteration,
-    "await": StopAsyncIteration,
-}
+_STREAMS = ("stdin", "stdout", "stderr")
 
 
 class Unverifiable(BaseException):
@@ -64,14 +58,14 @@ class TestsPeer(Peer):
     def __init__(self) -> None:
         super().__init__()
         self.failure, self.operands = "", False
-        self._originals = [getattr(module, name) for module, name in PATCHABLE]
-        self._streams = [sys.stdin, sys.stdout, sys.stderr]
+        self._patched = [getattr(sys.modules[module], name) for module, name in PATCHABLE]
+        self.remember_streams()
 
-    def install_streams(self) -> None:
-        """Take the present standard streams for those of the process."""
-        self._streams = [sys.stdin, sys.stdout, sys.stderr]
+    def remember_streams(self) -> None:
+        """Take the present standard streams for those that the tests do not replace."""
+        self._streams = {name: getattr(sys, name) for name in _STREAMS}
 
-    def request(self, operation: str, target: Handle, /, *arguments: Any, **named: Any) -> Any:
+    def request(self, operation: str, target: Any, /, *arguments: Any, **named: Any) -> Any:
         """Apply an operation of `OPERATIONS` to an object of the program and return its value.
 
         Raises:
@@ -82,53 +76,46 @@ class TestsPeer(Peer):
         """
         if self.failure:
             raise ProgramEnded(self.failure)
+        replaced = [name for name in _STREAMS if getattr(sys, name) is not self._streams[name]]
+        text = self._read_stdin() if "stdin" in replaced else None
+        outputs = [getattr(sys, name) for name in replaced if name != "stdin"]
         try:
-            encoded = [self.encode(a) for a in arguments]
-            encoded_named = {n: self.encode(v) for n, v in named.items()}
-            text, streams = self._read_stdin(), zip(self._streams[1:], (sys.stdout, sys.stderr), strict=True)
-            captured = [text, *(new is not old for old, new in streams)]
-            message = ["?", _number(target), operation, encoded, encoded_named, self._patches(), captured]
+            head = [
+                "?",
+                self._origins[id(target)],
+                operation,
+                self.encode_items(arguments),
+                self.encode_named(named),
+            ]
+            message = [*head, self._patches(), [text, *(name for name in replaced if name != "stdin")]]
         except RecursionError:
-            self.failure = (
-                "unverifiable: the tests hand over a value that is nested too deep or contains itself"
-            )
-            raise Unverifiable(self.failure) from None
+            self._refuse("a value that is nested too deep or contains itself")
         try:
-            kind, value, changed, (out, errors, read) = self.exchange(message)
-        except (EOFError, BrokenPipeError):
-            self.failure = "exited"
-            raise ProgramEnded("the program ended during its tests") from None
-        except Exception:
-            self.failure = "crashed: the program sent what is no message"
-            raise ProgramEnded(self.failure) from None
-        try:
+            kind, value, changed, (read, *printed) = self.exchange(message)
             result = self.result(value, changed if kind == "=" else [], [*arguments, *named.values()])
             if kind == "!" and not isinstance(result, BaseException):
                 raise TypeError("an exception was expected")
-            for stream, printed in ((sys.stdout, out), (sys.stderr, errors)):
-                if printed:
-                    stream.write(printed)
+            for stream, written in zip(outputs, printed, strict=True):
+                stream.write(written)
             if text:
                 sys.stdin.seek(sys.stdin.tell() - len(text[read:]))
+        except (EOFError, BrokenPipeError):
+            self.failure = "exited"
+            raise ProgramEnded("the program ended during its tests") from None
         except Exception as error:
             self.failure = f"crashed: the program sent a malformed value ({type(error).__name__})"
             raise ProgramEnded(self.failure) from None
-        if kind != "!":
-            return result
-        if isinstance(result, (StopIteration, StopAsyncIteration)) and not isinstance(
-            result, _STOPS.get(operation, ())
-        ):
-            raise RuntimeError(f"the program raised {type(result).__name__}") from result
-        raise result
+        if kind == "!":
+            if operation != "next" and isinstance(result, (StopIteration, StopAsyncIteration)):
+                raise RuntimeError(f"the program raised {type(result).__name__}") from result
+            raise result
+        return result
 
     def answer(self, message: list[Any]) -> list[Any]:
         """Call a function that the tests handed over and return the reply."""
-        _, number, encoded, encoded_named = message
-        function = self.exported[number]
+        function = self.exported[message[1]]
         if type(function) is not FunctionType:
             raise TypeError("the program called what is no function")
-        arguments = [self.decode(a) for a in encoded]
-        named = {n: self.decode(v) for n, v in encoded_named.items()}
 
         def call(*arguments: Any, **named: Any) -> Any:
             try:
@@ -137,7 +124,7 @@ class TestsPeer(Peer):
                 self.failure = f"failed: {error}"
                 raise
 
-        return self.reply(call, arguments, named)
+        return self.reply(call, *self.decode_arguments(*message[2:]))
 
     def encode_other(self, value: Any, kind: type) -> Any:
         if kind is FunctionType:
@@ -146,22 +133,24 @@ class TestsPeer(Peer):
             return ["object", getattr(value, "__objclass__", value).__module__, value.__qualname__]
         name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
         named = getattr(value, "__qualname__", "") if kind.__module__ == "builtins" else ""
-        self.failure = f"unverifiable: the tests hand a {name}{f' ({named})' * bool(named)} to the program"
-        raise Unverifiable(self.failure)
+        return self._refuse(f"a {name}" + f" ({named})" * bool(named))
 
     def decode_object(self, number: Any, *described: Any) -> Any:
         """Return the handle of an object of the program."""
         if not isinstance(self._received.get(number), Handle):
-            kinds = {"generator": GeneratorHandle, "coroutine": CoroutineHandle}
-            self.receive(number, kinds.get(described[0], Handle)(self, number))
+            self.receive(number, (CoroutineHandle if described[0] is True else Handle)(self))
         return self._received[number]
 
     def class_body(self, number: Any) -> dict[str, Any]:
+        """Return the attributes of an exception class: the program creates its objects and answers for them."""
+
         def new(kind: Any, *arguments: Any, **named: Any) -> Any:
-            return self.request("call", Handle(self, number), *arguments, **named)
+            return self.request("call", kind, *arguments, **named)
 
         def attribute(error: Any, name: str) -> Any:
-            return getattr(Handle(self, self._origins[id(error)]), name)
+            if name[:2] == "__" or id(error) not in self._origins:
+                raise AttributeError(name)
+            return self.request("getattr", error, name)
 
         own = {"__new__": new, "__init__": lambda error, *arguments, **named: None, "__getattr__": attribute}
         return super().class_body(number) | own
@@ -171,40 +160,44 @@ class TestsPeer(Peer):
         if not self.operands and not isinstance(other, Handle):
             raise TypeError("the program returned its own object where a builtin value is compared")
 
+    def _refuse(self, what: str) -> Any:
+        self.failure = f"unverifiable: the tests hand {what} to the program"
+        raise Unverifiable(self.failure)
+
     def _patches(self) -> list[Any]:
-        found = [getattr(module, name) for module, name in PATCHABLE]
-        pairs = enumerate(zip(found, self._originals, strict=True))
+        found = [getattr(sys.modules[module], name) for module, name in PATCHABLE]
+        pairs = enumerate(zip(found, self._patched, strict=True))
         return [[i, self.encode(new)] for i, (new, old) in pairs if new is not old]
 
-    def _read_stdin(self) -> str | None:
-        if sys.stdin is self._streams[0]:
-            return None
-        if type(sys.stdin) is not io.StringIO:
-            self.encode_other(sys.stdin, type(sys.stdin))
-        return sys.stdin.read()
+    def _read_stdin(self) -> str:
+        return (
+            sys.stdin.read()
+            if type(sys.stdin) is io.StringIO
+            else self._refuse("a stdin that is no io.StringIO")
+        )
 
 
-def _number(handle: Handle) -> int:
-    return object.__getattribute__(handle, "_whorl_number")  # type: ignore[no-any-return]
+def _peer(handle: Any) -> TestsPeer:
+    return object.__getattribute__(handle, "_whorl_peer")  # type: ignore[no-any-return]
 
 
 def _forward(handle: Any, operation: str, /, *arguments: Any, **named: Any) -> Any:
-    return object.__getattribute__(handle, "_whorl_peer").request(operation, handle, *arguments, **named)
+    return _peer(handle).request(operation, handle, *arguments, **named)
 
 
 class Handle:
     """An object of the program: an instance, function, class, iterator or module."""
 
-    __slots__ = ("_whorl_number", "_whorl_peer")
+    __slots__ = ("_whorl_peer",)
+    __all__ = ()  # of the handle in sys.modules: names that the tests use are there without an import
     __doc__ = property(lambda self: _forward(self, "getattr", "__doc__"))
     __dict__ = property(lambda self: _forward(self, "getattr", "__dict__"))
 
-    def __init__(self, peer: TestsPeer, number: int) -> None:
+    def __init__(self, peer: TestsPeer) -> None:
         object.__setattr__(self, "_whorl_peer", peer)
-        object.__setattr__(self, "_whorl_number", number)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_whorl") or (name[:2] == "__" and name not in READABLE):
+        if name[:2] == "__" and name not in READABLE:
             raise AttributeError(name)
         return _forward(self, "getattr", name)
 
@@ -226,21 +219,14 @@ class Handle:
         return int(_forward(self, "hash"))
 
     def __contains__(self, value: Any) -> bool:
-        _forward_peer(self).check_operand(value)
+        _peer(self).check_operand(value)
         return _forward(self, "contains", value) is True
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
         return _forward(self, "exit", error)
 
-    def __aexit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        return _forward(self, "aexit", error)
-
     def __deepcopy__(self, memo: Any) -> Any:
         return _forward(self, "deepcopy")
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return _forward(self, "await")
-        yield
 
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, Handle) and _forward(self, "isinstance", value) is True
@@ -249,22 +235,7 @@ class Handle:
         return _forward(self, "issubclass", kind) is True
 
     def __mro_entries__(self, bases: Any) -> Any:
-        _forward_peer(self).failure = "unverifiable: the tests derive a class from one of the program"
-        raise Unverifiable(_forward_peer(self).failure)
-
-
-def _forward_peer(handle: Any) -> TestsPeer:
-    return object.__getattribute__(handle, "_whorl_peer")  # type: ignore[no-any-return]
-
-
-class GeneratorHandle(Handle):
-    """A generator of the program."""
-
-    __slots__ = ()
-    __class__ = property(lambda self: GeneratorType)
-
-    def send(self, value: Any) -> Any:
-        return _forward(self, "send", value)
+        _peer(self)._refuse("a class that derives from one of the program")
 
 
 class CoroutineHandle(Handle):
@@ -272,6 +243,10 @@ class CoroutineHandle(Handle):
 
     __slots__ = ()
     __class__ = property(lambda self: CoroutineType)
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return _forward(self, "await")
+        yield
 
     def __next__(self) -> Any:
         raise StopIteration(_forward(self, "await"))
@@ -283,36 +258,14 @@ class CoroutineHandle(Handle):
 def _method(operation: str, shows_operand: bool) -> Any:
     def method(self: Any, /, *arguments: Any, **named: Any) -> Any:
         if shows_operand:
-            _forward_peer(self).check_operand(arguments[0])
+            _peer(self).check_operand(arguments[0])
         return _forward(self, operation, *arguments, **named)
 
     return method
 
 
-for _name in (*UNARY, "call", "getitem", "setitem", "delitem", "round", "format", "enter", "aenter"):
+for _name in (*UNARY, "call", "getitem", "setitem", "delitem", "round", "format", "enter"):
     if _name != "hash":
         setattr(Handle, f"__{_name}__", _method(_name, shows_operand=False))
 for _name in (*BINARY, *(f"r{name}" for name in ARITHMETIC)):
     setattr(Handle, f"__{_name}__", _method(_name, shows_operand=True))
-
-
-class ProgramModule(ModuleType):
-    """The module `program` of the tests. `from program import *` adds nothing: names that the tests use are there."""
-
-    def __init__(self, handle: Handle) -> None:
-        super().__init__("program")
-        vars(self).update(_whorl_handle=handle, __all__=[])
-
-    def __getattr__(self, name: str) -> Any:
-        if name[:2] == "__":
-            raise AttributeError(name)
-        return getattr(vars(self)["_whorl_handle"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name[:2] == "__":  # the import system's own
-            vars(self)[name] = value
-        else:
-            setattr(vars(self)["_whorl_handle"], name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(vars(self)["_whorl_handle"], name)
