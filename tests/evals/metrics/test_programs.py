@@ -62,6 +62,18 @@ def test_bad_items_are_errors(sandbox: Sandbox) -> None:
         grade_all("program", [GOLD], [""])
 
 
+def test_redefined_helper_of_the_prompt_changes_no_verdict(sandbox: Sandbox) -> None:
+    """As in HumanEval 32, 38 and 50, whose tests call a function of the prompt."""
+    prompt = 'KEY = 3\n\ndef encode(s):\n    return s[KEY:] + s[:KEY]\n\n\ndef decode(s):\n    """Undo encode."""\n'
+    test = "def check(f):\n    assert f(encode('abcdefg')) == 'abcdefg'\n"
+    gold = {"test": test, "entry_point": "decode", "prompt": prompt}
+    forged = ["    return s\n\ndef encode(s):\n    return s\n", "    return s\n\nKEY = 0\n"]
+    texts = ["    return s[-KEY:] + s[:-KEY]\n", *forged]
+    texts += [f"```python\n{prompt}{text}```" for text in texts]
+    graded = grade_all("program", [gold] * 6, texts, sandbox=sandbox)
+    assert [g.outcome for g in graded] == ["right", "wrong", "wrong"] * 2, [g.reason for g in graded]
+
+
 def test_source_keeps_the_prompt_and_complete_statements() -> None:
     assert program_source("    return 1\n\nprint(", "def f():\n", "f") == "def f():\n    return 1\n"
     assert program_source("def f(:", "", "f") is None and program_source("", "x = 1\n") is None

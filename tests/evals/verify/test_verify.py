@@ -209,6 +209,29 @@ def test_docstrings_with_examples_run_empty() -> None:
 
 
 @linux
+def test_doctest_compares_in_the_tests_process(sandbox: Sandbox) -> None:
+    examples = ">>> add(1, 2) == 3\nTrue\n>>> [add(1, 2)] == [3], print(add(0, 1) < 2)\nTrue\n(True, None)\n"
+    forged = "    class A:\n        __eq__ = __lt__ = lambda s, o: True\n    return A()\n"
+    assert one(code_task("doctest", examples), "    return a + b\n", sandbox).passed
+    assert one(code_task("doctest", examples), forged, sandbox).reason == "failed: add(1, 2) == 3"
+    handed = one(code_task("doctest", ">>> add(map(str, [1]), 2)\n3\n"), "    return 3\n", sandbox)
+    assert handed.reason == "unverifiable: the tests hand a map to the program"
+
+
+@linux
+def test_helpers_of_the_prompt_run_apart(sandbox: Sandbox) -> None:
+    prompt = "import math\n\ndef half(x):\n    return math.floor(x / 2)\n\ndef double(x):\n"
+    forged = "    return 7\n\ndef half(x):\n    return 3\n"
+    for verifier, answer in (
+        ("unittest", "assert half(double(3)) == 3"),
+        ("doctest", ">>> half(double(3))\n3\n"),
+    ):
+        task = VerifiableTask("t", prompt=prompt, verifier=verifier, answer=answer)
+        assert one(task, "    return 2 * x\n", sandbox).passed
+        assert not one(task, forged.replace("7", "9"), sandbox).passed
+
+
+@linux
 def test_unittest_verifier(sandbox: Sandbox) -> None:
     tests = "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(add(1, 2), 3)\n"
     assert one(code_task("unittest", tests), "    return a + b\n", sandbox).passed
