@@ -3,9 +3,9 @@
 Each assertion advances a counter when it has held (`compile_checks`), so one that fails and whose error the tests catch
 does not count. An assertion is
 
-    assert x; a call assert...(x); with assert...(x)
-    an `if`, `match` or loop's `else` that raises in a branch of its own, when it ends
-    a `try` that raises in its body or its `else`, when it ends and its handlers do not catch AssertionError
+    assert x; a call assert...(x); with assert...(x);
+    an `if`, `match` or loop's `else` with a branch that raises, when it ends;
+    a `try` that raises in its body or `else`, when it ends. Its handlers must not catch AssertionError.
 
 The tests' process, in which no statement of the program runs, executes the code (`run_tests`) in this order:
 

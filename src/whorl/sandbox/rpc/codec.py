@@ -1,8 +1,8 @@
 """Encoding of values between two processes of which one is not trusted.
 
 Values travel as copies in JSON: exact builtin types, and the value types of the standard library in `_VALUES`. A decoded
-value has exactly the type that its tag names, for any object of the sender. What is no value is an exception, or belongs
-to one side: `encode_other` of each side decides (`program_peer.py`, `tests_peer.py`).
+value has exactly the type that its tag names, for any object of the sender. Exceptions travel by their class's name.
+Any other object stays in its process, under a number (`encode_other` of `program_peer.py` and `tests_peer.py`).
 
     1, "a", None                        raw JSON for str, bool, None, float, and int below 2^53
     ["tuple", 1, 2]                     containers and value types: a tag, then encoded parts

@@ -4,7 +4,7 @@
     reply    ["=", value, changed, streams]   or ["!", error, [], streams]; streams only of the program
 
 A function that returns None may have changed its arguments in place, so the reply has the new contents of those that
-are lists, dicts, sets, ... . After any other result the caller's arguments are as they were.
+are lists, dicts, sets, ... . Any other result leaves the caller's arguments unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tests' end of the connection: handles of the program's objects, and what tests may hand to the program.
 
 Tests hand over values (`codec.py`), handles, and plain functions, which the program may only call; functions of the library
-that are written in C go by their name. All else is refused (`Unverifiable`): an object of the tests' process in the
+that are written in C travel by name. All else is refused (`Unverifiable`): an object of the tests' process in the
 program's reach would lead to its classes, and from there to the comparisons.
 
 A handle forwards every operation to the program and gets a value or another handle. The subtle part is equality. The
@@ -50,8 +50,8 @@ class TestsPeer(Peer):
     """See the top of this file.
 
     Attributes:
-        failure: why the verdict cannot be a pass, even if the tests caught it: the program ended, sent what is no message,
-            got something that tests must not hand over, or an assertion failed in a function that it called back.
+        failure: why the verdict is no pass, even if the tests catch the exception. The program has ended or sent a malformed
+            message, the tests handed over what they must not, or an assertion failed in a function that was called back.
         operands: whether the program may see the other operand of its objects' operators.
     """
 
