@@ -31,6 +31,10 @@ class BadAnswerError(ValueError):
     """An answer is not JSON, or exceeds a bound."""
 
 
+class TooLargeError(BadAnswerError):
+    """An answer has too many bytes or values; the same request would get the same."""
+
+
 def no_cookies() -> CookieJar:
     """Return the cookies of a client that stores none."""
     return CookieJar(DefaultCookiePolicy(allowed_domains=[]))
@@ -40,7 +44,7 @@ async def read_pieces(answer: Any, max_bytes: int = MAX_ANSWER_BYTES) -> AsyncIt
     """Yield the bytes of a streamed response of httpx or httpx2.
 
     Raises:
-        BadAnswerError: it is compressed, or larger than `max_bytes`.
+        BadAnswerError: it is compressed, or larger than `max_bytes` (`TooLargeError`).
     """
     if _is_compressed(answer):
         raise BadAnswerError("the answer is compressed, although none was requested")
@@ -48,7 +52,7 @@ async def read_pieces(answer: Any, max_bytes: int = MAX_ANSWER_BYTES) -> AsyncIt
     async for piece in answer.aiter_bytes():
         n_bytes += len(piece)
         if n_bytes > max_bytes:
-            raise BadAnswerError(f"the answer is larger than {max_bytes >> 10:,} KiB")
+            raise TooLargeError(f"the answer is larger than {max_bytes >> 10:,} KiB")
         yield piece
 
 
@@ -80,7 +84,7 @@ def parse_answer(body: bytes) -> Any:
         BadAnswerError: it is not JSON, has too many values or levels, a lone surrogate, or an integer above 64 bits.
     """
     if len(body) > FEW_BYTES and (problem := json_text_problem(body, VALUES_FACTOR)):
-        raise BadAnswerError(f"the answer has {problem}")
+        raise TooLargeError(f"the answer has {problem}")
     try:
         content = json.loads(body)
         orjson.dumps(content)  # has bounds on levels and integers, and accepts no lone surrogates

@@ -35,6 +35,7 @@ from whorl.http.answers import (
     PLAIN,
     BadAnswerError,
     SSEParser,
+    TooLargeError,
     no_cookies,
     parse_answer,
     read_answer,
@@ -189,7 +190,8 @@ class EndpointClient:
         except TimeoutError as error:
             raise Fault(f"timed out: the answer did not end in {deadline:g} s") from error
         except BadAnswerError as error:
-            raise Fault(str(error), of_request=True) from error
+            large = isinstance(error, TooLargeError)
+            raise Fault(str(error), retry=not large, of_request=large) from error
         except httpx.RemoteProtocolError as error:
             raise Fault(f"the answer ended early: {error}") from error
         except httpx.InvalidURL as error:
@@ -221,7 +223,7 @@ async def _read_stream(answer: Any) -> Events:
             if data.strip() == b"[DONE]":
                 return events
             if len(events) == MAX_EVENTS:
-                raise BadAnswerError(f"the stream has more than {MAX_EVENTS:,} events")
+                raise TooLargeError(f"the stream has more than {MAX_EVENTS:,} events")
             events.append(_parse_object(data))
     raise Fault("the stream ended without [DONE]")
 
