@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from whorl.cli import build_app
 from whorl.errors import ConfigError
+from whorl.machine.device_probe import usable_cores
 from whorl.router.discovery import parse_host_port, resolve_urls, sync_replicas
 from whorl.router.manifests import DeploymentSpec, manifest_for_command, render_manifest
 from whorl.router.ray_app import command
@@ -130,6 +135,36 @@ def test_manifest_passes_on_command_line_options() -> None:
     args = yaml.safe_load(text)["applications"][0]["args"]
     assert args["arguments"] == ["--max-model-len", "99"]
     assert command(args)[2:] == ["whorl.cli", "serve", "m", "--max-num-seqs", "32", "--max-model-len", "99"]
+
+
+def test_ray_manifest_fits_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "keys.json").write_text('{"keys": []}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WHORL_HOME", raising=False)
+
+    def manifest(*words: str) -> Any:
+        monkeypatch.setattr("sys.argv", ["whorl", "serve", *words, "--manifest", "ray"])
+        result = CliRunner().invoke(build_app(), ["serve", *words, "--manifest", "ray"])
+        return yaml.safe_load(result.stdout) if result.exit_code == 0 else result.exit_code
+
+    found = manifest("small", "--port", "8123")
+    [application] = found["applications"]
+    assert found["http_options"]["host"] == "127.0.0.1" and found["http_options"]["port"] == 8123
+    assert (
+        application["args"]["model"] == str(tmp_path / "small") and application["args"]["local_only"] is True
+    )
+    options = application["deployments"][0]["ray_actor_options"]
+    assert 1 <= options["num_cpus"] <= max(1, usable_cores())
+    assert options["memory"] < psutil.virtual_memory().available
+    args = manifest("mine/pretrain", "--host", "0.0.0.0", "--api-key-file", "keys.json")["applications"][0][
+        "args"
+    ]
+    assert args["model"] == "mine/pretrain" and args["local_only"] is False
+    assert args["arguments"] == [
+        "--api-key-file", str(tmp_path / "keys.json"), "--store", str(tmp_path / ".whorl")
+    ]  # fmt: skip
+    assert manifest("small", "--host", "0.0.0.0") == 2  # as `whorl serve`, it needs keys or --no-auth
 
 
 # DNS discovery

@@ -14,8 +14,9 @@ only distributes clients over routers. The routers find the replicas through a h
   fewer after ten minutes. The metric comes from /metrics through a metrics adapter of the cluster. Without an adapter, CPU
   use decides (the larger number is used).
 
-Ray Serve gets one application with an autoscaled deployment (`ray_app.py`) and routes with its own proxies. Tests validate
-every field against the schemas of both.
+Ray Serve gets one application with an autoscaled deployment (`ray_app.py`) and routes with its own proxies. A command line
+gives it sizes of the machine on which it runs, so that Ray on that machine can start the replicas.
+Tests validate every field against the schemas of both.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, one_of
+from whorl.http.hosts import is_loopback
 from whorl.router.replica_processes import drop_options
 
 KINDS = ("kubernetes", "ray")
@@ -48,6 +50,8 @@ class DeploymentSpec(BaseModel):
     replicas: int = Field(default=2, ge=1)
     max_replicas: int | None = Field(default=None, ge=1, description="maximum; default four times `replicas`")
     routers: int = Field(default=2, ge=1)
+    host: str = Field(default="127.0.0.1", description="address of Ray's proxies")
+    port: int = Field(default=PORT, ge=1, le=65535, description="port of Ray's proxies")
     cpus: int = Field(default=4, ge=1, description="cores per replica")
     memory_gib: float = Field(default=8.0, gt=0)
     gpus: int = Field(default=0, ge=0)
@@ -138,7 +142,7 @@ def ray_config(spec: DeploymentSpec) -> dict[str, Any]:
     """Return the configuration for `serve deploy`."""
     return {
         "proxy_location": "EveryNode",
-        "http_options": {"host": "0.0.0.0", "port": PORT, "request_timeout_s": 600},
+        "http_options": {"host": spec.host, "port": spec.port, "request_timeout_s": 600},
         "applications": [
             {
                 "name": spec.name,
@@ -148,6 +152,8 @@ def ray_config(spec: DeploymentSpec) -> dict[str, Any]:
                     "model": spec.model,
                     "arguments": list(spec.arguments),
                     "max_num_seqs": spec.max_num_seqs,
+                    "local_only": is_loopback(spec.host)
+                    and not any("--api-key-file" in a for a in spec.arguments),
                 },
                 "deployments": [
                     {

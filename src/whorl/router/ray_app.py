@@ -23,11 +23,15 @@ def command(args: Mapping[str, Any]) -> list[str]:
 
 
 def app(args: dict[str, Any]) -> Any:
-    """Return Ray Serve's application. The server starts when Ray creates a replica."""
+    """Return Ray Serve's application. The server starts when Ray creates a replica.
+
+    args: as in `command`; local_only: only this machine reaches Ray's proxies, and the server requires no keys.
+    """
     from ray import serve
 
     def build() -> Any:
         router, _ = make_replicated_router(command(args), 1)
+        router.local_only = bool(args.get("local_only"))
         return router.app
 
     return serve.deployment(name="Replica")(serve.ingress(build)()).bind()

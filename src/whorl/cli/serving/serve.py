@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -94,7 +96,7 @@ def serve(
             do="pip install 'whorl[serve]'",
         ) from error
     if processes.manifest is not None:
-        _print_manifest(model, server, engine, processes)
+        _print_manifest(model, server, engine, processes, store)
         return
     check_auth_required(server, processes.no_auth)
     if processes.replicas > 1:
@@ -162,17 +164,46 @@ def _load_models(
 
 
 def _print_manifest(
-    model: str, server: ServeConfig, engine: EngineConfig, processes: ServerProcessesConfig
+    model: str,
+    server: ServeConfig,
+    engine: EngineConfig,
+    processes: ServerProcessesConfig,
+    store: str | None,
 ) -> None:
-    """Print the manifest for `processes.manifest`."""
+    """Print the manifest for `processes.manifest`. That for Ray has the addresses, sizes and paths of this machine."""
     from whorl.router.manifests import DeploymentSpec, manifest_for_command
+    from whorl.serve.server import check_auth_required
 
     own = ("--manifest", "--replicas", "--max-num-seqs", "--drain", "--host", "--port")
+    kind, words, sizes = processes.manifest or "", sys.argv[1:], dict[str, Any]()
+    if kind == "ray":
+        check_auth_required(server, processes.no_auth)
+        words = [str(Path(word).absolute()) if Path(word).exists() else word for word in words]
+        if Path(model).exists():
+            model = str(Path(model).absolute())
+        elif store is None:
+            home = os.environ.get("WHORL_HOME") or ".whorl"
+            words += ["--store", home if "://" in home else str(Path(home).absolute())]
+        sizes = {"host": server.host, "port": server.port or 8000, **_sizes_of_machine(processes.replicas)}
     what = DeploymentSpec(
         model=model, replicas=processes.replicas, max_num_seqs=engine.max_num_seqs,
-        drain_seconds=max(1, int(server.drain_seconds)),
+        drain_seconds=max(1, int(server.drain_seconds)), **sizes,
     )  # fmt: skip
-    print(manifest_for_command(processes.manifest or "", what, sys.argv[1:], own), end="")
+    print(manifest_for_command(kind, what, words, own), end="")
+
+
+def _sizes_of_machine(replicas: int) -> dict[str, Any]:
+    """Return cores and memory of a replica, such that `replicas` fit on this machine, for `DeploymentSpec`."""
+    import psutil
+
+    from whorl.machine.device_probe import usable_cores
+
+    # Ray offers the memory that is available at its start, without its object store, which takes 0.3 of it.
+    memory = 0.5 * psutil.virtual_memory().available / 2**30 / replicas
+    return {
+        "cpus": max(1, min(4, usable_cores() // replicas)),
+        "memory_gib": max(0.1, min(8.0, round(memory, 1))),
+    }
 
 
 def _serve_replicas(server: ServeConfig, processes: ServerProcessesConfig) -> None:
