@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.support.evals.hf_folders import make_folder, sentences
 
 from whorl.errors import ConfigError
+from whorl.evals.model import engine_backend
 from whorl.evals.model.engine_backend import EngineBackend
 from whorl.evals.model.requests import (
     Completion,
@@ -21,6 +23,7 @@ from whorl.evals.model.requests import (
     TextRequest,
 )
 from whorl.evals.model.windows import strided_windows
+from whorl.train.determinism import deterministic
 
 
 def answers(backend: EngineBackend, requests: list[Request]) -> list[Response]:
@@ -199,3 +202,18 @@ def test_healed_prompt_continues_its_last_token(tmp_path: Path) -> None:
     one, other = (backend._generate(request)[0][0] for request in (plain, healed))  # type: ignore[index]
     assert one.forced_prefix == b"" and other.forced_prefix and b"the red do".endswith(other.forced_prefix)
     assert one.ids[: len(other.ids)] == other.ids
+
+
+def test_free_memory_decides_no_bit_of_deterministic_scores(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of the cache decides which requests share a batch."""
+
+    def pages(free: int) -> int:
+        memory = SimpleNamespace(total=1 << 40, available=free)
+        monkeypatch.setattr(engine_backend.psutil, "virtual_memory", lambda: memory)
+        return EngineBackend.open(folder, batch_size=8).engine.config.kv_cache_tokens
+
+    assert pages(1 << 18) < pages(1 << 40)
+    with deterministic():
+        assert pages(1 << 18) == pages(1 << 40)

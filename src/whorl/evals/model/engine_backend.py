@@ -128,7 +128,9 @@ class EngineBackend:
         length = max_length or model.declared_length
         each = model.kv_bytes_per_token() or 1
         positions = min(batch_size * length, max(CACHE_POSITIONS, 2 * length))
-        room = int(psutil.virtual_memory().available * CACHE_MEMORY_FRACTION) // each
+        memory = psutil.virtual_memory()  # what is free decides batches, and so bits
+        room = memory.total if torch.are_deterministic_algorithms_enabled() else memory.available
+        room = int(room * CACHE_MEMORY_FRACTION) // each
         config = EngineConfig(**{
             "max_num_seqs": batch_size, "max_model_len": length, "block_size": BLOCK_SIZE,
             "kv_cache_tokens": max(length + BLOCK_SIZE, min(positions, room)),
