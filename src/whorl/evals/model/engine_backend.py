@@ -128,7 +128,7 @@ class EngineBackend:
         length = max_length or model.declared_length
         each = model.kv_bytes_per_token() or 1
         positions = min(batch_size * length, max(CACHE_POSITIONS, 2 * length))
-        memory = psutil.virtual_memory()  # what is free decides batches, and so bits
+        memory = psutil.virtual_memory()  # the size of the cache decides batches, and so bits
         room = memory.total if torch.are_deterministic_algorithms_enabled() else memory.available
         room = int(room * CACHE_MEMORY_FRACTION) // each
         config = EngineConfig(**{
