@@ -1,4 +1,4 @@
-"""Tool calls: forced by a grammar, or extracted from streamed text."""
+"""Tool calls that a grammar forces, and other constraints of the output."""
 
 from __future__ import annotations
 
@@ -9,16 +9,6 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from whorl.align.rl.environments.tool_calls import (
-    CLOSE_TAG,
-    OPEN_TAG,
-    ParsedToolCall,
-    ToolCallParser,
-    parse_tool_call,
-)
 
 
 def closed_object(**properties: Any) -> dict[str, Any]:
@@ -30,48 +20,6 @@ def closed_object(**properties: Any) -> dict[str, Any]:
 UP, DOWN = ({"name": name, "parameters": closed_object(x={"enum": [1, 2, 3]})} for name in ("up", "down"))
 TOOLS = [{"type": "function", "function": function} for function in (UP, DOWN)]
 MESSAGES = [{"role": "user", "content": "go"}]
-CALL = f'{OPEN_TAG}{{"name": "up", "arguments": {{"x": 1}}}}{CLOSE_TAG}'
-PIECES = [CALL, f"{OPEN_TAG}no{CLOSE_TAG}", "a <", "tool", " b\n", OPEN_TAG, CLOSE_TAG, "é"]
-
-
-def parse_parts(parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    calls = ToolCallParser()
-    text, found = "", list[ParsedToolCall]()
-    for part in parts:
-        shown, some = calls.feed(part)
-        text, found = text + shown, found + some
-    shown, some = calls.finish()
-    return text + shown, [(c.name, c.arguments) for c in found + some]
-
-
-@given(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), st.data())
-def test_parser_is_independent_of_chunk_boundaries(text: str, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert parse_parts(parts) == parse_parts([text])
-
-
-NO_CALL, CUT_OFF = f"{OPEN_TAG}nothing{CLOSE_TAG} a <tool", f'{OPEN_TAG}{{"name": "up"'
-
-
-@pytest.mark.parametrize(
-    ("text", "shown", "calls"),
-    [
-        (f"so: {CALL}\n{CALL}end", "so: end", [("up", '{"x":1}')] * 2),
-        (NO_CALL, NO_CALL, []),
-        (CUT_OFF + "}", "", [("up", "{}")]),  # truncated before the closing tag
-        (CUT_OFF, CUT_OFF, []),
-    ],
-)
-def test_parser_extracts_calls_and_keeps_other_text(text: str, shown: str, calls: Any) -> None:
-    assert parse_parts([text]) == (shown, calls)
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"name": 3}', '{"name": ""}', "1"])
-def test_parse_tool_call_rejects_other_json(text: str) -> None:
-    assert parse_tool_call(text) is None
-
-
 ONLY_DOWN = {"type": "function", "function": {"name": "down"}}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from whorl.align.rl.environments.tool_calls import ParsedToolCall, ToolCallParser
+from whorl.tokens.chat.tool_calls import ParsedToolCall, ToolCallParser, parse_reply
 from whorl.serve.api.protocol import ChatRequest, ToolChoice
 from whorl.serve.api.request_parsing import ParsedRequest, parse_chat
 from whorl.serve.api.response_formatting import (
@@ -59,7 +59,10 @@ async def create_chat_completion(state: AppState, body: ChatRequest, http: HttpR
 
 
 def _chat_choice(body: ChatRequest, served: ServedModel, index: int, delta: TextDelta) -> dict[str, Any]:
-    text, calls = _extract_tool_calls(body, delta)
+    text, calls = delta.text, list[ParsedToolCall]()
+    if (parser := _tool_call_parser(body)) is not None:
+        parsed = parse_reply(delta.text, parser)
+        text, calls = parsed.text, parsed.calls[: 1 if body.parallel_tool_calls is False else None]
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if calls:
         message |= {"content": text or None, "tool_calls": [call.message for call in calls]}
@@ -109,17 +112,6 @@ async def _chat_events(
             {**head, "choices": [], "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of)}
         )
     yield DONE
-
-
-def _extract_tool_calls(body: ChatRequest, delta: TextDelta) -> tuple[str, list[ParsedToolCall]]:
-    """Return (text, tool calls) of a full output."""
-    parser = _tool_call_parser(body)
-    if parser is None:
-        return delta.text, []
-    text, calls = parser.feed(delta.text)
-    rest, last = parser.finish()
-    calls = [*calls, *last]
-    return text + rest, calls[:1] if body.parallel_tool_calls is False else calls
 
 
 def _tool_call_parser(body: ChatRequest) -> ToolCallParser | None:

@@ -1,7 +1,7 @@
 """Tool calls: forced by a grammar, or parsed from the output.
 
 tool_choice "required" or a function name: the output is constrained to the JSON of a call, so it is a valid call for any
-model. "auto": the chat template lists the tools, and the model may write calls (`align/rl/environments/tool_calls.py`).
+model. "auto": the chat template lists the tools, and the model may write calls (`tokens/chat/tool_calls.py`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from whorl.align.rl.environment import Reply, Turn
 from whorl.align.rl.environments.calculator import CalculatorEnv, calculate
-from whorl.align.rl.environments.tool_calls import find_tool_calls
+from whorl.tokens.chat.tool_calls import parse_reply
 from whorl.evals.verify import verify_all
 from whorl.evals.verify.task import Verdict, VerifiableTask
 
@@ -84,7 +84,7 @@ def test_calculate_equals_python(expression: str) -> None:
 
 @given(st.text(max_size=60))
 def test_calculate_and_find_calls_never_crash(text: str) -> None:
-    find_tool_calls(text)
+    parse_reply(text)
     with contextlib.suppress(ValueError, ArithmeticError):
         calculate(text)
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from whorl.align.rl.environment import Reply
-from whorl.align.rl.environments.tool_calls import OPEN_TAG, ParsedToolCall
+from whorl.tokens.chat.tool_calls import ParsedReply
 
 _numbers = count()
 
@@ -97,13 +97,13 @@ class LocalEndpoint:
         return web.json_response(response, status=400 if "error" in response else 200)
 
 
-def completion(reply: Reply, calls: Sequence[ParsedToolCall]) -> dict[str, Any]:
+def completion(reply: Reply, parsed: ParsedReply) -> dict[str, Any]:
     """Return a reply as a chat completion, with the ids and log-probabilities of the engine."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
-    if calls:  # ids of calls depend on the row, so a template that shows them gives the same ids again
-        named = [{**call.message, "id": f"call_{len(reply.prompt_ids)}_{n}"} for n, call in enumerate(calls)]
-        message |= {"content": reply.text.split(OPEN_TAG)[0].strip(), "tool_calls": named}
-    finish = "tool_calls" if calls else "stop"
+    if parsed.calls:  # ids of calls depend on the row, so a template that shows them gives the same ids again
+        named = [{**call.message, "id": f"call_{len(reply.prompt_ids)}_{n}"} for n, call in enumerate(parsed.calls)]
+        message |= {"content": parsed.text.strip(), "tool_calls": named}
+    finish = "tool_calls" if parsed.calls else "stop"
     logprobs = [
         {"token": f"token_id:{i}", "logprob": p, "top_logprobs": []}
         for i, p in zip(reply.ids, reply.log_probs, strict=True)

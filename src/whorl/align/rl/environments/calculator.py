@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from whorl.align.rl.environment import EnvServices, Reply, TextEnv, Turn, verdict_info
-from whorl.align.rl.environments.tool_calls import ParsedToolCall, find_tool_calls
+from whorl.tokens.chat.tool_calls import ParsedToolCall, parse_reply
 from whorl.evals.model.example import Message
 
 MAX_CHARACTERS = 200
@@ -51,7 +51,8 @@ class CalculatorEnv(TextEnv):
         self.tools = (CALCULATOR,) if describe_tools else ()
 
     async def step(self, messages: Sequence[Message], reply: Reply) -> Turn:
-        calls, malformed = find_tool_calls(reply.text)
+        parsed = parse_reply(reply.text)
+        calls, malformed = parsed.calls, parsed.malformed
         if not calls and not malformed:
             verdict = await self.services.verify(self.task, reply.text)
             return Turn(reward=verdict.reward, done=True, info=verdict_info(verdict))

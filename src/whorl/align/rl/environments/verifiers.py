@@ -31,7 +31,7 @@ from typing import Any
 
 from whorl.align.rl.environment import EnvServices, Prompt, Reply, TextEnv, Turn
 from whorl.align.rl.environments._verifiers_endpoint import LocalEndpoint, PendingRequest, completion
-from whorl.align.rl.environments.tool_calls import find_tool_calls
+from whorl.tokens.chat.tool_calls import parse_reply
 from whorl.errors import ConfigError, DataError
 from whorl.evals.model.example import Message
 from whorl.evals.verify.task import VerifiableTask
@@ -91,9 +91,9 @@ class VerifiersEnv(TextEnv):
 
     async def step(self, messages: Sequence[Message], reply: Reply) -> Turn:
         assert self._waiting is not None
-        calls, malformed = find_tool_calls(reply.text)
-        counts = {"tool_calls": len(calls), "malformed_calls": malformed}
-        response = completion(reply, calls)
+        parsed = parse_reply(reply.text)
+        counts = {"tool_calls": len(parsed.calls), "malformed_calls": parsed.malformed}
+        response = completion(reply, parsed)
         self._waiting.answer(response)
         self.messages.append(response["choices"][0]["message"])
         event = await self._events.get()

@@ -40,72 +40,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from whorl.errors import DataError, shorten
 from whorl.store.files import load_json
+from whorl.tokens.chat.builtin_templates import CHATML, IM_END, IM_START, TRANSCRIPT, TRANSCRIPT_STOPS
+from whorl.tokens.chat.special_token_escape import SpecialTokenEscaper, unused_character
 from whorl.tokens.hf_tokenizer import HFTokenizer
-from whorl.tokens.special_token_escape import SpecialTokenEscaper, unused_character
 from whorl.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 TemplateKind = Literal["model", "chatml", "transcript"]
-IM_START, IM_END = "<|im_start|>", "<|im_end|>"
-
-TOOLS = """\
-You may call functions. Their signatures, as JSON schemas:
-<tools>
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}</tools>
-To call one, write its name and arguments as one JSON object between tags, and nothing after it:
-<tool_call>
-{"name": "the function's name", "arguments": {"argument": "value"}}
-</tool_call>"""
-
-CHATML = (
-    """\
-{%- set ns = namespace(rest=messages) -%}
-{{- bos_token -}}
-{%- if tools -%}
-<|im_start|>system
-{% if messages[0].role in ("system", "developer") %}{{ messages[0].content }}
-{% set ns.rest = messages[1:] %}
-{% endif %}"""
-    + TOOLS
-    + """<|im_end|>
-{% endif -%}
-{%- for m in ns.rest -%}
-<|im_start|>{{ m.role }}
-{{ m.content or "" }}
-{%- for call in m.tool_calls or [] %}
-<tool_call>
-{{ call.function | tojson }}
-</tool_call>
-{%- endfor -%}
-<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}
-<|im_start|>assistant
-{% endif -%}"""
-)
-
-TRANSCRIPT = (
-    """\
-{{- bos_token -}}
-{%- if tools -%}"""
-    + TOOLS
-    + """
-
-{% endif -%}
-{%- for m in messages -%}
-{%- if m.role in ("system", "developer") -%}{{ m.content }}
-{%- else -%}{{ m.role | capitalize }}: {{ m.content or "" }}
-{%- for call in m.tool_calls or [] %}
-<tool_call>{{ call.function | tojson }}</tool_call>
-{%- endfor -%}
-{%- endif %}
-
-
-{% endfor -%}
-{%- if add_generation_prompt -%}Assistant:{%- endif -%}"""
-)
-TRANSCRIPT_STOPS = (b"\n\nUser:", b"\n\nSystem:", b"\n\nAssistant:", b"\n\nTool:")
 
 
 class ChatTemplate:
