@@ -10,6 +10,12 @@ from typing import Any
 import openai
 import pytest
 
+from whorl.engine.request import Grammar
+from whorl.engine.sampling.grammar import GrammarCompiler
+from whorl.errors import DataError
+from whorl.serve.api.protocol import Tool, ToolChoice
+from whorl.serve.api.tools import tool_choice_grammar
+
 
 def closed_object(**properties: Any) -> dict[str, Any]:
     """The JSON schema of an object with exactly these properties."""
@@ -40,6 +46,106 @@ def test_tool_choice_forces_a_valid_call(server: Any, choice: Any, names: set[st
         assert deltas[-1].finish_reason == "tool_calls"
         return
     raise AssertionError("no seed finished")
+
+
+NUMBER, TEXT = {"type": "integer"}, {"type": "string"}
+TREE = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#node"}, "x": NUMBER},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("reference", "definitions", "good"),
+    [
+        ("#/$defs/Place", {"$defs": {"Place": NUMBER}}, 1),
+        ("#/definitions/Place", {"definitions": {"Place": NUMBER}}, 1),
+        ("#/$defs/A", {"$defs": {"A": {"$ref": "#/$defs/B"}, "B": NUMBER}}, 1),
+        ("#", {}, {}),
+        ("#/properties/b", {"properties": {"b": NUMBER}}, 1),
+        ("#node", {"$defs": {"any": {"$anchor": "node", **TREE}}}, {"next": {"next": {"x": 1}}}),
+        ("#/$defs/a~1b", {"$defs": {"a/b": NUMBER}}, 1),
+        ("#/$defs/a~0b", {"$defs": {"a~b": NUMBER}}, 1),
+        ("#/$defs/a%25b", {"$defs": {"a%b": NUMBER}}, 1),
+        ("#/$defs/Café au lait", {"$defs": {"Café au lait": NUMBER}}, 1),
+        ("place", {"$defs": {"any": {"$id": "place", **NUMBER}}}, 1),
+        ("own.json#/$defs/A", {"$id": "own.json", "$defs": {"A": NUMBER}}, 1),
+        (
+            "#/definitions/A",
+            {"$schema": "http://json-schema.org/draft-04/schema#", "definitions": {"A": NUMBER}},
+            1,
+        ),
+    ],
+)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "go"}}])
+def test_forced_call_follows_references_of_its_tool(
+    reference: str, definitions: Any, good: Any, choice: Any
+) -> None:
+    """Another tool has equal names for other schemas; each reference is resolved in its own tool's schema."""
+
+    def parameters(**rest: Any) -> dict[str, Any]:
+        made = {
+            **rest,
+            "properties": {**rest.get("properties", {}), "a": {"$ref": reference}},
+            "type": "object",
+        }
+        return {**made, "additionalProperties": False}
+
+    texts = json.loads(json.dumps(definitions).replace("integer", "string"))
+    tools = [
+        Tool.model_validate(
+            {"type": "function", "function": {"name": name, "parameters": parameters(**rest)}}
+        )
+        for name, rest in (("other", texts), ("go", definitions))
+    ]
+    chosen = choice if isinstance(choice, str) else ToolChoice.model_validate(choice)
+    grammar = tool_choice_grammar(tools, chosen)
+    assert grammar is not None and accepts(grammar, {"name": "go", "arguments": {"a": good}})
+    assert not accepts(grammar, {"name": "go", "arguments": {"a": "text"}})
+    assert not accepts(grammar, {"name": "go", "arguments": {"a": True}})
+
+
+COMPILER = GrammarCompiler([*(bytes([i]) for i in range(256)), b""], [256])
+
+
+def accepts(grammar: Grammar, value: Any) -> bool:
+    matcher = COMPILER.compile(grammar)
+    try:
+        for byte in [*json.dumps(value).encode(), 256]:
+            matcher.advance(byte)
+    except DataError:
+        return False
+    return True
+
+
+def test_response_format_accepts_unescaped_reference() -> None:
+    schema = {"type": "array", "items": {"$ref": "#/$defs/Café"}, "$defs": {"Café": NUMBER}}
+    assert accepts(Grammar(json_schema=json.dumps(schema)), [1])
+    assert not accepts(Grammar(json_schema=json.dumps(schema)), ["a"])
+
+
+CALL = '<tool_call>{"name": "up", "arguments": {"x": "</tool_call> <tool_call>"}}</tool_call>'
+
+
+def test_argument_with_closing_tag_stays_in_its_call(server: Any) -> None:
+    """The pattern makes the model write exactly this call."""
+    fields: Any = {
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "max_tokens": 200,
+        "extra_body": {"regex": re.escape(CALL)},
+    }
+    ask = partial(server.client().chat.completions.create, model="tiny", **fields)
+    whole = ask().choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
+    (call,) = whole.message.tool_calls
+    deltas = [part.choices[0] for part in ask(stream=True)]
+    (streamed,) = [d.delta.tool_calls[0] for d in deltas if d.delta.tool_calls]
+    assert not any(d.delta.content for d in deltas) and deltas[-1].finish_reason == "tool_calls"
+    for one in (call, streamed):
+        assert one.function.name == "up"
+        assert json.loads(one.function.arguments) == {"x": "</tool_call> <tool_call>"}
 
 
 def test_output_follows_json_schema_regex_and_grammar(server: Any) -> None:

@@ -23,8 +23,8 @@ from whorl.tokens.chat.tool_calls import (
 CALL = f'{OPEN_TAG}{{"name": "up", "arguments": {{"x": 1}}}}{CLOSE_TAG}'
 QUOTED = f'{OPEN_TAG}{{"name": "say", "arguments": {{"text": "{CLOSE_TAG} \\" {OPEN_TAG}{{"}}}}{CLOSE_TAG}'
 PIECES = [
-    CALL, QUOTED, f"{OPEN_TAG}no{CLOSE_TAG}", "a <", "tool", " b\n", "\n", OPEN_TAG, CLOSE_TAG, "é", "{", '"', "}", OPEN_THINK,
-    CLOSE_THINK,
+    CALL, QUOTED, f"{OPEN_TAG}no{CLOSE_TAG}", "a <", "tool", " b\n", "\n", OPEN_TAG, CLOSE_TAG, "é", "{", '"', "}",
+    OPEN_THINK, CLOSE_THINK,
 ]  # fmt: skip
 
 
@@ -59,7 +59,11 @@ NO_CALL, CUT_OFF = f"{OPEN_TAG}nothing{CLOSE_TAG} a <tool", f'{OPEN_TAG}{{"name"
         (CUT_OFF, CUT_OFF, []),
         (QUOTED, "", [QUOTED_CALL]),
         (f"{QUOTED}\n{CALL}", "", [QUOTED_CALL, ("up", '{"x":1}')]),
-        (f"the tag {OPEN_TAG} starts a call: {CALL}", f"the tag {OPEN_TAG} starts a call: ", [("up", '{"x":1}')]),
+        (
+            f"the tag {OPEN_TAG} starts a call: {CALL}",
+            f"the tag {OPEN_TAG} starts a call: ",
+            [("up", '{"x":1}')],
+        ),
         (CUT_OFF + CALL, CUT_OFF, [("up", '{"x":1}')]),
         (f"{OPEN_TAG}[{CALL}", f"{OPEN_TAG}[", [("up", '{"x":1}')]),
         (f"{OPEN_TAG}{{'name': 'up'}}{CLOSE_TAG}", f"{OPEN_TAG}{{'name': 'up'}}{CLOSE_TAG}", []),
@@ -76,7 +80,9 @@ def test_parse_tool_call_rejects_other_json(text: str) -> None:
     assert parse_tool_call(text) is None
 
 
-@pytest.mark.parametrize("piece", [OPEN_TAG + "{", OPEN_TAG + '{"', OPEN_TAG + '{"a": [', OPEN_TAG + '{"\\"', "[" * 40])
+@pytest.mark.parametrize(
+    "piece", [OPEN_TAG + "{", OPEN_TAG + '{"', OPEN_TAG + '{"a": [', OPEN_TAG + '{"\\"', "[" * 40]
+)
 def test_parse_time_is_linear_in_broken_calls(piece: str) -> None:
     text = OPEN_TAG + '{"a": ' + piece * 20_000
     began = time.process_time()

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -261,7 +262,23 @@ def _to_library_grammar(library: Any, grammar: Grammar) -> tuple[str, str]:
         raise ConfigError(f"the JSON schema is not valid JSON: {error}") from error
     if not isinstance(schema, dict):
         raise ConfigError(f"the JSON schema is {str(schema)[:40]!r}", expected="an object")
-    return "the JSON schema", library.grammar_from_json_schema(json.dumps(schema), defaults=JSON_DEFAULTS)
+    return "the JSON schema", library.grammar_from_json_schema(
+        json.dumps(_quote_references(schema)), defaults=JSON_DEFAULTS
+    )
+
+
+def _quote_references(schema: Any) -> Any:
+    """Return a schema whose references are URIs: `#/$defs/Café` is written `#/$defs/Caf%C3%A9`."""
+    if isinstance(schema, list):
+        return [_quote_references(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: quote(value, safe="%/#?:@!$&'()*+,;=~")
+        if key == "$ref" and isinstance(value, str)
+        else _quote_references(value)
+        for key, value in schema.items()
+    }
 
 
 def _wrap_tokenizer(library: Any, vocabulary: SortedVocabulary, end_ids: Sequence[int]) -> Any:

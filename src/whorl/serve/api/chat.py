@@ -11,7 +11,6 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from whorl.tokens.chat.tool_calls import ParsedToolCall, ToolCallParser, parse_reply
 from whorl.serve.api.protocol import ChatRequest, ToolChoice
 from whorl.serve.api.request_parsing import ParsedRequest, parse_chat
 from whorl.serve.api.response_formatting import (
@@ -29,6 +28,7 @@ from whorl.serve.api.sse import DONE, EventStream, JsonPieces, encode_json, form
 from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
 from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.worker import Stream
+from whorl.tokens.chat.tool_calls import ParsedToolCall, ToolCallParser, parse_reply
 
 
 async def create_chat_completion(state: AppState, body: ChatRequest, http: HttpRequest) -> Response:

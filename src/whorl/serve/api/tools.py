@@ -2,11 +2,16 @@
 
 tool_choice "required" or a function name: the output is constrained to the JSON of a call, so it is a valid call for any
 model. "auto": the chat template lists the tools, and the model may write calls (`tokens/chat/tool_calls.py`).
+
+The subtle point is a schema with references: `#/$defs/Place` points into the tool's own schema, which becomes a part of a
+larger one. So each schema gets an address (`$id`), against which references of every form are resolved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urljoin
 
 import orjson
 
@@ -22,17 +27,22 @@ def tool_choice_grammar(tools: Sequence[Tool], choice: str | ToolChoice | None) 
         allowed = list(tools)
     else:
         return None
-    forms = [
-        {
+    forms: list[dict[str, Any]] = []
+    addresses: set[str] = set()
+    for tool in allowed:
+        arguments = {
+            k: v for k, v in (tool.function.parameters or {"type": "object"}).items() if k != "$schema"
+        }
+        base = f"http://tool{len(forms)}.invalid/"  # relative addresses of two tools stay apart
+        own = str(arguments.get("$id", arguments.get("id", "")))  # draft 4 writes "id"
+        address = urljoin(base, own) if "[" not in own else base  # "http://[" is no address
+        address = base if address in addresses else address
+        addresses.add(address)
+        forms.append({
             "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or {"type": "object"},
-            },
+            "properties": {"name": {"const": tool.function.name}, "arguments": {**arguments, "$id": address}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
-        }
-        for tool in allowed
-    ]
+        })  # fmt: skip
     schema = forms[0] if len(forms) == 1 else {"anyOf": forms}
     return Grammar(json_schema=orjson.dumps(schema).decode())

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from whorl.align.rl.environment import Reply, Turn
 from whorl.align.rl.environments.calculator import CalculatorEnv, calculate
-from whorl.tokens.chat.tool_calls import parse_reply
 from whorl.evals.verify import verify_all
 from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.tokens.chat.tool_calls import parse_reply
 
 TASK = VerifiableTask("t", messages=({"role": "user", "content": "6*7?"},), verifier="numeric", answer="42")
 

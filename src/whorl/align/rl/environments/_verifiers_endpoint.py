@@ -101,7 +101,9 @@ def completion(reply: Reply, parsed: ParsedReply) -> dict[str, Any]:
     """Return a reply as a chat completion, with the ids and log-probabilities of the engine."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
     if parsed.calls:  # ids of calls depend on the row, so a template that shows them gives the same ids again
-        named = [{**call.message, "id": f"call_{len(reply.prompt_ids)}_{n}"} for n, call in enumerate(parsed.calls)]
+        named = [
+            {**call.message, "id": f"call_{len(reply.prompt_ids)}_{n}"} for n, call in enumerate(parsed.calls)
+        ]
         message |= {"content": parsed.text.strip(), "tool_calls": named}
     finish = "tool_calls" if parsed.calls else "stop"
     logprobs = [

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from whorl.align.rl.environment import EnvServices, Reply, TextEnv, Turn, verdict_info
-from whorl.tokens.chat.tool_calls import ParsedToolCall, parse_reply
 from whorl.evals.model.example import Message
+from whorl.tokens.chat.tool_calls import ParsedToolCall, parse_reply
 
 MAX_CHARACTERS = 200
 MAX_BITS = 4096  # of an integer
