@@ -9,8 +9,9 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Core
 
+from whorl.cli.models.export import write_end_ids
 from whorl.errors import DataError
-from whorl.tokens.chat import ChatTemplate
+from whorl.tokens.chat import ChatTemplate, load_chat_template
 from whorl.tokens.hf_tokenizer import HFTokenizer, load_tokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -62,6 +63,19 @@ def test_byte_level_token_bytes_spell_text(text: str, tmp_path: Path) -> None:
     assert t.decode(healed.ids) + healed.forced_prefix == text.encode() and healed.forced_prefix
     assert t.decode([*ids, t.vocab_size - 1, 0]) == text.encode() + b"<think><|end|>"
     assert t.decode([*ids, t.vocab_size - 1, 0], skip_special_tokens=True) == text.encode() + b"<think>"
+
+
+def test_token_that_a_template_writes_behind_a_reply_ends_texts(tmp_path: Path) -> None:
+    folder = sentence_piece(tmp_path)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|user|>{% endfor %}")
+    t = load_tokenizer(folder)
+    assert isinstance(t, HFTokenizer)
+    end = t.added_tokens["<|user|>"]
+    assert t.end_ids == (2, end) and end not in t.banned_ids(t.vocab_size)
+    write_end_ids(tmp_path / "generation_config.json", load_chat_template(folder, t))
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": [2, end]}
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    assert load_tokenizer(tmp_path).end_ids == (2, end)  # from the file; the template is damaged
 
 
 @pytest.mark.parametrize("text", ["ab a b", "ab ü 日", "a\nb"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,6 +69,50 @@ def messages_of(value: object, field: str) -> Messages:
     if not value:
         raise BadRecordError("empty", field, "no message")
     return tuple(_message(m, f"{field}[{i}]") for i, m in enumerate(value))
+
+
+def template_fields(record: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]:
+    """Return what a chat template renders beside the messages: `tools` and `chat_template_kwargs`, if a record has them.
+
+    Both may be JSON texts; a tool and its `parameters`, too. is_text: the record has texts instead of messages.
+
+    Raises:
+        BadRecordError: a tool has no name, a field has the wrong type, or no template renders it.
+    """
+    found: dict[str, Any] = {}
+    tools = _from_json(record.get("tools"), "tools")
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise BadRecordError("bad_field", "tools", f"is {type_name(tools)}, not a list of tools")
+    if tools:
+        found["tools"] = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+    variables = _from_json(record.get("chat_template_kwargs"), "chat_template_kwargs")
+    if variables is not None and not isinstance(variables, Mapping):
+        raise BadRecordError("bad_field", "chat_template_kwargs", f"is {type_name(variables)}, not an object")
+    found |= {"chat_template_kwargs": dict(variables)} if variables else {}
+    if found and is_text:
+        raise BadRecordError(
+            "bad_field", next(iter(found)), "is given with a text, and only messages are rendered"
+        )
+    return found
+
+
+def _tool(value: object, field: str) -> Message:
+    tool = _from_json(value, field)
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadRecordError("bad_field", field, f"is {type_name(tool)} without the name of a function")
+    function = {**function, "parameters": _from_json(function.get("parameters"), f"{field}.parameters")}
+    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
+
+
+def _from_json(value: Any, field: str) -> Any:
+    """Return the value of a JSON text, and any other value unchanged."""
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadRecordError("bad_field", field, f"is a text that is not JSON: {error}") from None
 
 
 def _message(value: object, field: str) -> Message:

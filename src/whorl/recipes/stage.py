@@ -142,7 +142,7 @@ def load_sft_examples(
         pairs, lambda pair: example_tokenizer.prompt_completion(pair.prompt, pair.completion)
     )
     examples += length_filter.tokenize(
-        conversations, lambda conversation: example_tokenizer.conversation(conversation.messages)
+        conversations, lambda c: example_tokenizer.conversation(c.messages, c.tools, c.chat_template_kwargs)
     )
     if length_filter.summary:
         ctx.progress.log(f"    {length_filter.summary}")

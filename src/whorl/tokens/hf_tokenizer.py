@@ -62,6 +62,7 @@ class HFTokenizer:
             i for i, t in self._core.get_added_tokens_decoder().items() if t.special
         )
         self.end_ids = self._read_end_ids()
+        self.end_ids += tuple(sorted(set(self._turn_ends()) - set(self.end_ids)))
         silent = self.all_special_ids | (set(range(self.vocab_size)) - used_ids)
         self.control_ids = tuple(sorted(silent - set(self.end_ids)))
 
@@ -78,6 +79,15 @@ class HFTokenizer:
             end_ids += ids
         end_ids += [] if self.eos_id is None else [self.eos_id]
         return tuple(dict.fromkeys(end_ids))
+
+    def _turn_ends(self) -> Collection[int]:
+        """Return the ids that end a turn in the folder's chat template; none if it is damaged, which chats report."""
+        from whorl.tokens.chat import load_chat_template
+
+        try:
+            return load_chat_template(self.folder, self).stop_ids
+        except DataError:
+            return ()
 
     @cached_property
     def bos_id(self) -> int | None:

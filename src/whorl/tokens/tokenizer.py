@@ -95,8 +95,9 @@ class Tokenizer:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Ids that end a text."""
-        return (self.eos_id,)
+        """Ids that end a text: <|eos|>, and the end of a turn in a vocabulary with the markers of ChatML."""
+        turn_end = self.special_token_ids.get("<|im_end|>")
+        return (self.eos_id,) if turn_end is None else (self.eos_id, turn_end)
 
     @property
     def control_ids(self) -> tuple[int, ...]:

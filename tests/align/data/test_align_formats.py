@@ -154,6 +154,23 @@ def test_any_record_converts_or_raises_bad_record(record: dict[str, Any]) -> Non
             json.dumps(found.__dict__).encode()
 
 
+@pytest.mark.parametrize(
+    ("tools", "field"),
+    [
+        (3, "tools"),
+        ("{", "tools"),
+        ([{}], "tools[0]"),
+        ([{"name": "f", "parameters": "{"}], "tools[0].parameters"),
+    ],
+)
+def test_wrong_tools_are_bad_records(tools: Any, field: str) -> None:
+    with pytest.raises(BadRecordError) as found:
+        to_conversation({"messages": [U, A], "tools": tools})
+    assert found.value.field == field
+    with pytest.raises(BadRecordError, match="only messages"):
+        to_preference({"prompt": "p", "chosen": "a", "rejected": "b", "tools": [{"name": "f"}]})
+
+
 def test_quarantine_stores_file_line_and_field(tmp_path: Path) -> None:
     good = {"prompt": "p", "chosen": "a", "rejected": "b"}
     rows = [good, {**good, "rejected": "a"}, {**good, "chosen": 3}, [1], good, {**good, "rejected": "a"}]
@@ -190,6 +207,37 @@ def test_same_records_from_every_file_type(tmp_path: Path) -> None:
     assert len(list(data.conversations(tmp_path / "split", Quarantine(), split="test"))) == 1
     with pytest.raises(DataError, match="no split 'valid'"):
         list(data.conversations(tmp_path / "split", Quarantine(), split="valid"))
+
+
+CALLS = [{"city": "Oslo"}, {"a": 1, "b": 2}, {}, {"list": [1, None]}]
+TOOLS = [
+    {"name": "f", "parameters": {"type": "object", "properties": {name: {"type": "string"}}}}
+    for name in "abc"
+]
+
+
+def test_fields_of_other_rows_are_absent_in_columnar_files(tmp_path: Path) -> None:
+    """A struct column has every field of any row; a row of JSON has its own."""
+    rows: list[dict[str, Any]] = [
+        {
+            "messages": [U, {**A, "tool_calls": [{"function": {"name": "f", "arguments": call}}]}],
+            "tools": [tool],
+        }
+        for call, tool in zip(CALLS, [*TOOLS, TOOLS[0]], strict=True)
+    ]
+    write(tmp_path / "a.jsonl", *rows)
+    table = pa.Table.from_pylist([*rows, {"messages": None}])
+    pq.write_table(table, tmp_path / "b.parquet")
+    with pa.ipc.new_stream(str(tmp_path / "c.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    expected = [(c.messages, c.tools) for c in data.conversations(tmp_path / "a.jsonl", Quarantine())]
+    for name in ("b.parquet", "c.arrow"):
+        found = [(c.messages, c.tools) for c in data.conversations(tmp_path / name, Quarantine())]
+        assert found == expected, name
+        assert found[0][0][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
+    explicit = {"messages": [U, {**A, "tool_calls": [{"function": {"name": "f", "arguments": {"x": None}}}]}]}
+    (kept,) = data.conversations(write(tmp_path / "d.jsonl", explicit), Quarantine())
+    assert kept.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": None}
 
 
 def test_damaged_files_give_records_before_damage(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from whorl.evals.metrics import grade_all, outcome_shares
 from whorl.evals.metrics.answers import choice, exact, numeric
 from whorl.evals.model.requests import Completion
 from whorl.evals.verify.final_answer import find_final_answer, same_answer
+from whorl.evals.verify.text_verifiers import last_number
 
 DATA = Path(os.environ.get("WHORL_DATA", Path(__file__).parents[4] / "shared" / "data"))
 THOUGHT = "Step 1: option (A) fails, since 3 + 4 = 7.\n2. **Check:** No, not all of the 12.\n"
@@ -209,3 +210,33 @@ def test_gsm8k_golds_are_right() -> None:
         texts = [form.format(gold.rpartition("#### ")[2]) for gold in golds]
         assert all(g.outcome == "right" for g in grade_all("numeric", golds, texts)), form
     assert all(g.scores["numeric_strict"] == 1 for g in grade_all("numeric", golds, golds, {"form": "mark"}))
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "same"),
+    [
+        ("12", "1,2", False),
+        ("314", "3,14", False),
+        ("1234", "12,34", False),
+        ("1234567.5", "1,234,567.5", True),
+        ("$1,234", "1234", True),
+        ("(B)", "( B )", True),
+        ("0.5", ".5", True),
+        ("-1/2", "-.5", True),
+        ("$0.50", "$.5", True),
+        ("1/2", r"\frac{1}{2}", True),
+        ("-0.5", r"-\dfrac{1}{2}", True),
+        ("-1/2", r"\frac{-1}{2}", True),
+        ("0.5", r"\tfrac12", True),
+        ("3/2", r"1\frac{1}{2}", True),
+        ("11/2", r"1\frac{1}{2}", False),
+        ("50%", r"50\%", True),
+        ("50%", "50", False),
+    ],
+)
+def test_numbers_are_equal_as_values(gold: str, answer: str, same: bool) -> None:
+    assert same_answer(gold, answer) is same and same_answer(answer, gold) is same
+    if same and gold[-1] in "0123456789":
+        value = last_number(gold)
+        assert numeric(gold, f"so the answer is {answer}").scores["numeric_lenient"] == 1
+        assert value is not None and last_number(answer) == value

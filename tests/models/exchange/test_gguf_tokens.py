@@ -68,7 +68,7 @@ def write_vocabulary(folder: Path, vocab_size: int, file: Path) -> Path:
     """Write a GGUF file with only the vocabulary."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        vocabulary = read_vocabulary(folder, vocab_size)
+        vocabulary = read_vocabulary(folder, vocab_size, turn_end=5)
     writer = gguf.GGUFWriter(file, "llama")
     vocabulary.add_to(writer)
     writer.write_header_to_file()
@@ -86,6 +86,7 @@ def test_byte_level_ids_match_llama_cpp(splits: tuple[str, ...], tmp_path: Path)
     assert field(file, "tokenizer.ggml.eos_token_id") == tokenizer.token_to_id("<|end|>")
     assert field(file, "tokenizer.ggml.bos_token_id") == tokenizer.token_to_id("<|start|>")
     assert field(file, "tokenizer.ggml.add_bos_token") is False
+    assert field(file, "tokenizer.ggml.eot_token_id") == 5
     assert field(file, "tokenizer.ggml.tokens")[-1] == "[PAD999]"
     engine = llama_cpp(file, vocab_only=True)
     for text in TEXTS:

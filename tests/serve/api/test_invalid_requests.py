@@ -56,7 +56,11 @@ INVALID_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     ("chat/completions", {"stop": ["a", ""]}, "stop.1"),
     ("chat/completions", {"top_logprobs": 50, "logprobs": True}, "top_logprobs"),
     ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
-    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.0.content",
+    ),
     ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type"),
     ("chat/completions", {"max_completion_tokens": 3}, "max_tokens"),
     ("completions", {"prompt": ["a", 1]}, None),
@@ -68,6 +72,31 @@ INVALID_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
 ]
 INVALID_FIELDS += [(path, {name: value}, name) for path, name, values in INVALID_VALUES for value in values]
 VALID = {"chat/completions": CHAT, "completions": TEXT, "responses": INPUT, "embeddings": INPUT}
+
+
+KINDS = [("image_url", "images"), ("input_image", "images"), ("input_audio", "audio")]
+POST_ROUTES = [*(f"/v1/{path}" for path in VALID), "/tokenize", "/detokenize"]
+FORM = "application/x-www-form-urlencoded"
+
+
+@pytest.mark.parametrize(("kind", "word"), KINDS)
+def test_image_in_a_message_names_the_message(server: Any, kind: str, word: str) -> None:
+    part = {"type": kind, kind: {"url": "data:image/png;base64,AA"}}
+    message = {"role": "user", "content": [{"type": "text", "text": "what is it?"}, part]}
+    for path, name in (("chat/completions", "messages"), ("responses", "input")):
+        change = {name: [{"role": "user", "content": "a"}, message]}
+        error = error_of(server.post(f"/v1/{path}", json=VALID[path] | change), 400)
+        assert error["param"] == f"{name}.1.content" and f"this model reads no {word}" in error["message"]
+
+
+@pytest.mark.parametrize("path", POST_ROUTES)
+@pytest.mark.parametrize("kind", [FORM, "text/plain; charset=utf-8"])
+def test_body_without_json_content_type_names_the_header(server: Any, path: str, kind: str) -> None:
+    """`curl -d` sends the content type of a form."""
+    headers = {"content-type": kind}
+    error = error_of(server.post(path, content=json.dumps(CHAT), headers=headers), 400)
+    assert "content-type: application/json" in error["message"] and kind.partition(";")[0] in error["message"]
+    assert "content-type" not in error_of(server.post(path, json=[]), 400)["message"]
 
 
 @pytest.mark.parametrize(("path", "change", "param"), INVALID_FIELDS)

@@ -5,14 +5,27 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from tests.support.serve.live_server import make_tokenizer
 
+from whorl.align.data.dataset_files import (
+    read_conversations,
+    read_preferences,
+    read_unpaired,
+    write_dataset,
+)
+from whorl.align.data.formats import to_conversation, to_preference, to_unpaired_preference
+from whorl.align.preference.pairs import tokenize_pairs, tokenize_unpaired
+from whorl.align.stage.io import read_tasks
 from whorl.engine.request import Grammar
 from whorl.engine.sampling.grammar import GrammarCompiler
 from whorl.errors import DataError
+from whorl.evals.model.example import ExampleTokenizer, LengthFilter
+from whorl.evals.verify.read import to_task
 from whorl.serve.api.protocol import Tool, ToolChoice
 from whorl.serve.api.tools import tool_choice_grammar
 
@@ -46,6 +59,60 @@ def test_tool_choice_forces_a_valid_call(server: Any, choice: Any, names: set[st
         assert deltas[-1].finish_reason == "tool_calls"
         return
     raise AssertionError("no seed finished")
+
+
+WEATHER = {
+    "name": "up",
+    "description": "go up",
+    "parameters": closed_object(x={"enum": [1, None]}, y={"type": "number"}),
+}
+TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "go"},
+    {"content": "", "role": "assistant", "tool_calls": [{"id": "c", "function": {"arguments": '{"y": 1}', "name": "up"}}]},
+    {"role": "tool", "content": "gone", "tool_call_id": "c"},
+    {"role": "assistant", "content": "done"},
+]  # fmt: skip
+RECORDS = [
+    {"messages": TALK, "tools": [{"type": "function", "function": WEATHER}]},
+    {"messages": TALK, "tools": [dict(reversed(WEATHER.items()))]},
+    {"messages": TALK, "tools": json.dumps([WEATHER])},
+    {
+        "messages": TALK,
+        "tools": [json.dumps({"function": {**WEATHER, "parameters": json.dumps(WEATHER["parameters"])}})],
+    },
+]
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_training_ids_equal_ids_of_tokenize(server: Any, tmp_path: Path, record: dict[str, Any]) -> None:
+    """SFT, preferences, KTO and tasks of one conversation, through files, against the server's own template."""
+    tokenize = ExampleTokenizer(make_tokenizer())
+
+    def served(messages: Any, prompt: bool) -> list[int]:
+        body = {"messages": messages, "tools": RECORDS[0]["tools"], "add_generation_prompt": prompt}
+        return list(server.post("/tokenize", json=body).json()["tokens"])
+
+    whole, prompt = served(TALK, False), served(TALK[:-1], True)
+    assert b"go up" in make_tokenizer().decode(prompt)
+    answers = {"chosen": TALK[-1:], "rejected": [{"role": "assistant", "content": "no"}]}
+    beside = {"prompt": TALK[:-1], "tools": record["tools"]}
+    kept = {
+        "conversations": [to_conversation(record)],
+        "preferences": [to_preference({**beside, **answers})],
+        "unpaired": [to_unpaired_preference({**beside, "completion": TALK[-1:], "label": True})],
+        "tasks": [to_task({**beside, "verifier": "exact", "answer": "done"})],
+    }
+    for name, items in kept.items():
+        write_dataset(tmp_path, name, "train", items)
+    (c,) = read_conversations(tmp_path, "train")
+    assert tokenize.conversation(c.messages, c.tools, c.chat_template_kwargs).ids.tolist() == whole
+    limit = LengthFilter(10_000)
+    (pair,) = tokenize_pairs(tokenize, read_preferences(tmp_path, "train"), limit)
+    (labelled,) = tokenize_unpaired(tokenize, read_unpaired(tmp_path, "train"), limit)
+    (task,) = read_tasks(tmp_path, "train")
+    assert pair.chosen.ids.tolist() == labelled.example.ids.tolist() == whole
+    assert pair.rejected.ids[: len(prompt)].tolist() == prompt == tokenize.task_prompt(task)
 
 
 NUMBER, TEXT = {"type": "integer"}, {"type": "string"}

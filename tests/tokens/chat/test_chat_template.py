@@ -132,7 +132,12 @@ def test_load_chat_template_finds_model_template(tmp_path: Path) -> None:
         return BARE.decode(load_chat_template(tmp_path, BARE).encode_prompt(CONVERSATION))
 
     assert load_chat_template(tmp_path, BARE).kind == "transcript"
-    assert prompt("{{ bos_token }}a") == BOS.encode() + b"a"
-    assert prompt([{"name": "rag", "template": "b"}, {"name": "default", "template": "c"}]) == b"c"
-    generation = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
-    assert prompt(generation, "chat_template.jinja") == b"be kind"
+    written = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    contents = b"be kindhihellobye"
+    assert prompt("{{ bos_token }}" + written) == BOS.encode() + contents
+    assert (
+        prompt([{"name": "rag", "template": "b"}, {"name": "default", "template": "c" + written}])
+        == b"c" + contents
+    )
+    generation = "{% generation %}" + written + "{% endgeneration %}"
+    assert prompt(generation, "chat_template.jinja") == contents

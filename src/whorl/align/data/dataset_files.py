@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 def write_dataset(folder: Path, name: str, split: str, items: Iterable[Item]) -> int:
     """Write items as JSON lines to `folder/name.split.jsonl` and return their number; no file for no items."""
-    given = ({k: v for k, v in asdict(item).items() if v not in ("", ())} for item in items)
+    given = ({k: v for k, v in asdict(item).items() if v not in ("", (), {})} for item in items)
     lines = [json.dumps(record) + "\n" for record in given]
     if lines:
         (folder / f"{name}.{split}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -74,8 +74,9 @@ def read_unpaired(folder: Path, split: str) -> list[UnpairedPreference]:
 
 
 def _restore_tuples(record: Mapping[str, Any], *names: str) -> dict[str, TextOrMessages]:
-    """Return fields that are strings or messages, with messages as tuples (JSON makes them lists)."""
-    return {name: record[name] if isinstance(record[name], str) else tuple(record[name]) for name in names}
+    """Return fields that are strings or messages, with messages and tools as tuples (JSON makes them lists)."""
+    present = [*names, "tools"] if "tools" in record else names
+    return {name: record[name] if isinstance(record[name], str) else tuple(record[name]) for name in present}
 
 
 def _read(path: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:

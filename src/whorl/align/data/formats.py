@@ -8,7 +8,8 @@
 A record is a mapping from JSON or Parquet. Conversations come as `messages` (role, content), as ShareGPT's
 `conversations` (from, value), as Alpaca's instruction / input / output, or as prompt / completion. Preferences come
 with a prompt and two completions, as strings or as messages. Either completion may repeat the prompt or include it.
-These are the formats of TRL's page "dataset formats".
+These are the formats of TRL's page "dataset formats". Next to messages a record may have `tools` (JSON schemas) and
+`chat_template_kwargs`, which the chat template renders.
 
 The subtle point is a pair without a prompt. For messages the prompt is the shared turns. For strings it is the longest
 common prefix. That may end inside a word ("bl" of blue and black), where no tokenizer would split. So it is cut at
@@ -20,7 +21,7 @@ Nothing is repaired by guessing: a record without a known format raises `BadReco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from whorl.data.quarantine import BadRecordError
@@ -29,6 +30,7 @@ from whorl.data.record_fields import (
     has_field,
     messages_of,
     source_and_id,
+    template_fields,
     text_field,
     type_name,
     unknown_shape,
@@ -42,11 +44,16 @@ ASSISTANT_MARKER = "\n\nAssistant:"
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages (role, content, optional tool_calls ...), at least one from the assistant, with source and id."""
+    """Messages (role, content, optional tool_calls ...), at least one from the assistant, with source and id.
+
+    tools, chat_template_kwargs: what the chat template renders beside the messages, as in an API request.
+    """
 
     messages: Messages
     source: str = ""
     id: str = ""
+    tools: Messages = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,8 @@ class Preference:
     rejected: TextOrMessages
     source: str = ""
     id: str = ""
+    tools: Messages = ()  # as of a `Conversation`
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len({isinstance(part, str) for part in (self.prompt, self.chosen, self.rejected)}) > 1:
@@ -93,6 +102,8 @@ class UnpairedPreference:
     label: bool
     source: str = ""
     id: str = ""
+    tools: Messages = ()  # as of a `Conversation`
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def to_conversation(record: Mapping[str, Any]) -> Conversation:
@@ -118,7 +129,7 @@ def to_conversation(record: Mapping[str, Any]) -> Conversation:
         raise unknown_shape(record, "messages; conversations; instruction and output; prompt and completion")
     if not any(m["role"] == "assistant" for m in messages):
         raise BadRecordError("no_answer", "", f"{len(messages)} messages, none from the assistant")
-    return Conversation(messages, *source_and_id(record))
+    return Conversation(messages, *source_and_id(record), **template_fields(record))
 
 
 def to_prompt_completion(record: Mapping[str, Any]) -> PromptCompletion:
@@ -128,6 +139,7 @@ def to_prompt_completion(record: Mapping[str, Any]) -> PromptCompletion:
     prompt = record.get("prompt") or ""
     if not isinstance(prompt, str):
         raise BadRecordError("bad_field", "prompt", f"is {type_name(prompt)}, not a text")
+    template_fields(record, is_text=True)
     return PromptCompletion(prompt, text_field(record, "completion"), *source_and_id(record))
 
 
@@ -175,7 +187,8 @@ def to_preference(record: Mapping[str, Any]) -> Preference:
             raise BadRecordError("empty", name, "adds no text to the prompt")
     if not prompt:
         raise BadRecordError("no_prompt", "", "no prompt, and the two completions have no common prefix")
-    return Preference(prompt, chosen, rejected, *source_and_id(record))
+    beside = template_fields(record, is_text=isinstance(prompt, str))
+    return Preference(prompt, chosen, rejected, *source_and_id(record), **beside)
 
 
 def to_unpaired_preference(record: Mapping[str, Any]) -> UnpairedPreference:
@@ -186,7 +199,8 @@ def to_unpaired_preference(record: Mapping[str, Any]) -> UnpairedPreference:
     if label not in (True, False):
         raise BadRecordError("bad_field", "label", f"is {label!r}, not true or false")
     prompt, answer = _prompt_and_answer(record, "completion")
-    return UnpairedPreference(prompt, answer, bool(label), *source_and_id(record))
+    beside = template_fields(record, is_text=isinstance(prompt, str))
+    return UnpairedPreference(prompt, answer, bool(label), *source_and_id(record), **beside)
 
 
 def _one_message(role: str, content: str) -> Messages:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from whorl.align.data.formats import Preference, TextOrMessages, UnpairedPrefere
 from whorl.align.model.batch import pack, pad, round_up_8
 from whorl.align.model.policy_model import PolicyModel
 from whorl.data.epoch_order import EpochOrder, StepOrder
+from whorl.data.record_fields import Messages
 from whorl.errors import DataError
 from whorl.evals.model.example import ExampleTokenizer, LengthFilter, TokenizedExample, concat
 from whorl.parallel.process_group import ProcessGroup
@@ -53,9 +55,15 @@ class UnpairedExample:
 
 
 def tokenize_completion(
-    example_tokenizer: ExampleTokenizer, prompt: TextOrMessages, completion: TextOrMessages
+    example_tokenizer: ExampleTokenizer,
+    prompt: TextOrMessages,
+    completion: TextOrMessages,
+    tools: Messages = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> TokenizedExample:
     """Return a prompt with a completion in the loss; both are strings, or both are messages.
+
+    tools, variables: of the chat template.
 
     Raises:
         DataError: the template cannot render it, strings and messages are mixed, or no message is the assistant's.
@@ -64,10 +72,8 @@ def tokenize_completion(
         return example_tokenizer.prompt_completion(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise DataError("prompt and completion mix strings and messages", expected="one kind")
-    prompt_ids, conversation = (
-        example_tokenizer.prompt(prompt),
-        example_tokenizer.conversation([*prompt, *completion]),
-    )
+    prompt_ids = example_tokenizer.prompt(prompt, tools, variables)
+    conversation = example_tokenizer.conversation([*prompt, *completion], tools, variables)
     # Each assistant turn is a run of the mask. The completion starts at the first run after those of the prompt.
     run_starts = np.flatnonzero(np.diff(conversation.loss_mask.astype(np.int8)) == 1) + 1
     turns = sum(message["role"] == "assistant" for message in prompt)
@@ -85,13 +91,13 @@ def tokenize_pairs(
     """Return pairs as examples; `length_filter` counts the rejected ones by reason."""
     pairs = []
     for preference in preferences:
+        beside = preference.tools, preference.chat_template_kwargs
         try:
-            pairs.append(
-                PreferencePair(
-                    tokenize_completion(example_tokenizer, preference.prompt, preference.chosen),
-                    tokenize_completion(example_tokenizer, preference.prompt, preference.rejected),
-                )
+            chosen, rejected = (
+                tokenize_completion(example_tokenizer, preference.prompt, side, *beside)
+                for side in (preference.chosen, preference.rejected)
             )
+            pairs.append(PreferencePair(chosen, rejected))
         except DataError as error:
             length_filter.reject(error)
     return valid_pairs(example_tokenizer, pairs, length_filter)
@@ -123,7 +129,10 @@ def tokenize_unpaired(
     examples = []
     for preference in preferences:
         try:
-            example = tokenize_completion(example_tokenizer, preference.prompt, preference.completion)
+            example = tokenize_completion(
+                example_tokenizer, preference.prompt, preference.completion,
+                preference.tools, preference.chat_template_kwargs,
+            )  # fmt: skip
         except DataError as error:
             length_filter.reject(error)
             continue

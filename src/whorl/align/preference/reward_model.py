@@ -216,7 +216,9 @@ def score_completions(
     longest = model.model.max_positions
     for n, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
         try:
-            text = example_tokenizer.prompt_completion(task.prompt or task.messages, completion)
+            text = example_tokenizer.prompt_completion(
+                task.prompt or task.messages, completion, task.tools, task.chat_template_kwargs
+            )
         except DataError as error:
             found[n] = Verdict(0.0, False, f"verifier: {str(error).splitlines()[0]}", failed=True)
             continue

@@ -84,6 +84,7 @@ class TextEnv(ABC):
     """One rollout of a multi-turn task; see the top of this file."""
 
     tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, for the chat template
+    chat_template_kwargs: Mapping[str, Any] | None = None  # its further variables
     needs_sandbox = False  # whether it calls `services.run`
 
     def __init__(self, services: EnvServices) -> None:
@@ -94,7 +95,8 @@ class TextEnv(ABC):
 
         It has a time limit (`EnvironmentConfig.reset_seconds`). One that waits is a coroutine, as a step.
         """
-        self.task = task
+        self.task, self.tools = task, (*self.tools, *task.tools)
+        self.chat_template_kwargs = task.chat_template_kwargs
         return task.prompt or task.messages
 
     @abstractmethod

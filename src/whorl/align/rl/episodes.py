@@ -189,7 +189,8 @@ class EpisodeRunner:
         episode, known = Episode(env), self._prompt_ids.get(id(task))
         if not isinstance(prompt, StepError):
             try:
-                ids = known[1] if known is not None else self.example_tokenizer.prompt(prompt, env.tools)
+                encode = self.example_tokenizer.prompt
+                ids = known[1] if known else encode(prompt, env.tools, env.chat_template_kwargs)
             except Exception as error:  # of a chat template, or foreign messages
                 prompt = StepError(f"reset: {type(error).__name__}: {error}".splitlines()[0])
         if isinstance(prompt, StepError):
@@ -289,8 +290,9 @@ class EpisodeRunner:
             episode.end(turn, terminated=turn.done and not turn.truncated)
             return False
         try:
+            env = episode.env
             ids = self.example_tokenizer.after_reply(
-                episode.prompt, turn.messages, episode.env.tools, stop_id=episode.ids[-1]
+                episode.prompt, turn.messages, env.tools, env.chat_template_kwargs, stop_id=episode.ids[-1]
             )
         except DataError as error:
             episode.fail(str(error).splitlines()[0])

@@ -66,7 +66,7 @@ def _reject_reason(
     if isinstance(prompt, StepError):
         return prompt.reason
     try:
-        too_long = len(example_tokenizer.prompt(prompt, env.tools)) > room
+        too_long = len(example_tokenizer.prompt(prompt, env.tools, env.chat_template_kwargs)) > room
     except DataError as error:
         return str(error).splitlines()[0]
     return f"prompt longer than {room:,} ids" if too_long else ""

@@ -153,9 +153,7 @@ def evaluate_tasks(
     temperature: None decodes greedily.
     """
     engine = rollout_engine(network.eval_copy(), example_tokenizer, sequences=64, max_length=length)
-    prompts = [
-        example_tokenizer.prompt(task.prompt or task.messages) for task in eval_tasks for _ in range(samples)
-    ]
+    prompts = [example_tokenizer.task_prompt(task) for task in eval_tasks for _ in range(samples)]
     sampling = (
         SamplingParams(temperature=0)
         if temperature is None

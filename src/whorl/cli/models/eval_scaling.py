@@ -123,7 +123,7 @@ def eval_scaling(
         model = load_for_sampling(found.path, machine, batch_size=64)
     else:
         model = load_model(found.path, getattr(torch, dtype), machine.device).eval()
-    longest = max(len(example_tokenizer.prompt(task.prompt or task.messages)) for task in chosen)
+    longest = max(len(example_tokenizer.task_prompt(task)) for task in chosen)
     required = longest + config.max_new_tokens + len(tokenizer.encode("\n" + answer_marker)) + 1
     if model.max_positions is not None and required > model.max_positions:
         raise ConfigError(

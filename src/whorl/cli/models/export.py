@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from whorl.cli.options import RefArgument, StoreOption
+
+if TYPE_CHECKING:
+    from whorl.tokens.chat import ChatTemplate
 
 
 def export(
@@ -98,12 +102,39 @@ def export(
         from whorl.models.exchange.gguf.file import export_gguf
 
         tokenizer_folder = found.path if (found.path / "tokenizer.json").is_file() else None
+        chat = _chat_template(found.path)
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always", UserWarning)
-            export_gguf(model, target, dtype=weights, source=tokenizer_folder)
+            export_gguf(
+                model,
+                target,
+                dtype=weights,
+                source=tokenizer_folder,
+                turn_end=chat.turn_end if chat else None,
+            )
         for note in notes:
             print(f"note: {note.message}", file=sys.stderr)
     else:
         to = find_family(model.config) if to == "hf" else to
         export_model(model, target, to, dtype=weights, source=found.path)
+        if chat := _chat_template(found.path):
+            write_end_ids(target / "generation_config.json", chat)
     print(f"{to}: {target}")
+
+
+def _chat_template(folder: Path) -> ChatTemplate | None:
+    """Return the chat template of a model's folder, or None without a tokenizer."""
+    from whorl.tokens.chat import load_chat_template
+    from whorl.tokens.hf_tokenizer import load_tokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    return load_chat_template(folder, load_tokenizer(folder))
+
+
+def write_end_ids(file: Path, chat: ChatTemplate) -> None:
+    """Write the ids that end a text or a turn, so that other programs stop where this model was trained to stop."""
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    ids = [*dict.fromkeys((*chat.tokenizer.end_ids, *sorted(chat.stop_ids)))]
+    if len(ids) > 1:
+        file.write_text(json.dumps({**config, "eos_token_id": ids}, indent=1) + "\n")

@@ -3,6 +3,9 @@
 Rows are decoded in small batches, since each text may reach the limit. If a batch has invalid bytes, its rows are decoded
 one by one, so that they cost one row. Rows that are many times larger than the file (`files.bomb_limit`) are damage: a
 dictionary or compression makes 1.6 GB of 1.2 MB.
+
+A struct holds every field that any row has. A null inside of a column stands for a field that the row does not have, and the
+key is left out, as in JSON.
 """
 
 from __future__ import annotations
@@ -96,11 +99,23 @@ def _compressed_size(group: Any) -> int:
 
 
 def _values(batch: Any) -> Iterator[dict[str, Any] | BadRecordError]:
+    import pyarrow as pa
+
+    nested = [field.name for field in batch.schema if pa.types.is_nested(field.type)]
     try:
-        yield from batch.to_pylist()  # decodes all before the first
+        for row in batch.to_pylist():  # decodes all before the first
+            yield {**row, **{name: _without_nulls(row[name]) for name in nested}}
     except UnicodeDecodeError:
         for i in range(batch.num_rows):
             try:
-                yield {name: batch.column(k)[i].as_py() for k, name in enumerate(batch.schema.names)}
+                row = {name: batch.column(k)[i].as_py() for k, name in enumerate(batch.schema.names)}
+                yield {**row, **{name: _without_nulls(row[name]) for name in nested}}
             except UnicodeDecodeError as error:
                 yield BadRecordError("invalid_utf8", "", f"byte {error.start}: {error.reason}")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a nested value without the keys that are null, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value

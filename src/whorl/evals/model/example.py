@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.errors import DataError
+from whorl.evals.verify.task import VerifiableTask
 from whorl.tokens.chat import ChatTemplate
 from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.tokenizer import Tokenizer
@@ -77,23 +78,33 @@ class ExampleTokenizer:
         """Return the ids that a model with `n_rows` output rows never samples: those that end a turn are sampled."""
         return self.tokenizer.banned_ids(n_rows, keep=self.stop_ids)
 
-    def prompt(self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Return the ids of a prompt: a text to continue, or a conversation to answer. tools: JSON schemas.
+    def prompt(
+        self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Return the ids of a prompt: a text to continue, or a conversation to answer.
+
+        tools: JSON schemas. variables: of the chat template (`chat_template_kwargs`). Both are of a conversation.
 
         Raises:
             DataError: the template cannot render it.
         """
         if not isinstance(prompt, str):
-            return self.chat.encode_prompt(prompt, tools)
+            return self.chat.encode_prompt(prompt, tools, variables=variables)
         if isinstance(self.tokenizer, Tokenizer):
             return [self.tokenizer.bos_id, *map(int, self.tokenizer.encode(prompt))]
         return self.tokenizer.encode_prompt(prompt)
+
+    def task_prompt(self, task: VerifiableTask) -> list[int]:
+        """Return the ids of a task's prompt. Raises DataError: as `prompt`."""
+        return self.prompt(task.prompt or task.messages, task.tools, task.chat_template_kwargs)
 
     def after_reply(
         self,
         prompt: str | Sequence[Message],
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
         *,
         stop_id: int | None = None,
     ) -> list[int]:
@@ -106,9 +117,12 @@ class ExampleTokenizer:
         """
         if isinstance(prompt, str):
             return [*map(int, self.tokenizer.encode("".join(m["content"] for m in messages)))]
-        return self.chat.encode_after_reply(prompt, messages, tools, stop_id=stop_id)
+        return self.chat.encode_after_reply(prompt, messages, tools, variables=variables, stop_id=stop_id)
 
-    def prompt_completion(self, prompt: str | Sequence[Message], answer: str) -> TokenizedExample:
+    def prompt_completion(
+        self, prompt: str | Sequence[Message], answer: str, tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> TokenizedExample:  # fmt: skip
         """Return a prompt with its completion in the loss, including the end id.
 
         Raises:
@@ -118,11 +132,14 @@ class ExampleTokenizer:
             content = (
                 answer if self.chat.is_trained else answer.strip()
             )  # the transcript template adds its own white space
-            return self.conversation([*prompt, {"role": "assistant", "content": content}])
+            return self.conversation([*prompt, {"role": "assistant", "content": content}], tools, variables)
         prompt_ids = self.prompt(prompt)
         return concat(prompt_ids, [*map(int, self.tokenizer.encode(answer)), self.tokenizer.end_ids[0]])
 
-    def conversation(self, messages: Sequence[Message]) -> TokenizedExample:
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> TokenizedExample:  # fmt: skip
         """Return a conversation with every assistant turn in the loss.
 
         The transcript template has no id that ends a turn. There the text ends after the assistant's last message,
@@ -131,7 +148,7 @@ class ExampleTokenizer:
         Raises:
             DataError: the template cannot render it, or changes earlier text.
         """
-        ids, mask = self.chat.encode_with_mask(messages)
+        ids, mask = self.chat.encode_with_mask(messages, tools, variables=variables)
         if not self.chat.is_trained and messages and messages[-1].get("role") == "assistant":
             ids, mask = [*ids, self.tokenizer.end_ids[0]], [*mask, True]
         if mask and mask[0]:

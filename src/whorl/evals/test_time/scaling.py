@@ -152,7 +152,7 @@ def measure_scaling(
     if not tasks:
         raise DataError("there are no tasks", expected="at least one")
     n = config.n_samples
-    prompts = [example_tokenizer.prompt(task.prompt or task.messages) for task in tasks]
+    prompts = [example_tokenizer.task_prompt(task) for task in tasks]
     continuation, marker = (
         _encode(example_tokenizer, config.continuation_text),
         _encode(example_tokenizer, "\n" + config.answer_marker),

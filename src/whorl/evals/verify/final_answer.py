@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from whorl.evals.verify.text_verifiers import after_thinking
+from whorl.evals.verify.text_verifiers import after_thinking, plain_fractions
 
 Form = Literal["tags", "mark", "boxed", "stated", "bold", "line", "none"]
 EXPLICIT: tuple[Form, ...] = ("tags", "mark", "boxed", "stated")
@@ -45,7 +45,9 @@ _CONCLUSION = re.compile(
     re.IGNORECASE,
 )
 _MARK = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
-_NUMBER_ONLY = re.compile(r"[-+\u2212]?\s?[$€£]?\s?[-+\u2212]?[\d,]{1,400}(?:[./]\d{1,400})?\s?%?\.?")
+_NUMBER_ONLY = re.compile(  # a comma is followed by groups of three digits
+    r"[-+\u2212]?\s?[$€£]?\s?[-+\u2212]?(?:(?:\d{1,3}(?:,\d{3}){1,100}|\d{1,400})(?:[./]\d{1,400})?|\.\d{1,400})\s?%?\.?"
+)
 _SENTENCE_END = re.compile(r"(?<=[.!?])[*_\"')\]]{0,4}\s+(?=\S)")
 _REASON = re.compile(
     r"[,;(]?\s{1,4}(?:because|since|as\s+the|due\s+to|which|where|so)\b|\s[-–—]{1,3}\s", re.IGNORECASE
@@ -106,7 +108,7 @@ def find_final_answer(text: str) -> FinalAnswer:
 def same_answer(gold: str, answer: str) -> bool:
     """Return whether two answers are equal except for markup, case, white space, quotes and final punctuation.
 
-    Numbers are equal as values. A single option's letter equals the letter in parentheses.
+    Numbers are equal as values, also `.5`, `1/2` and `\\frac{1}{2}`. A single option's letter equals the one in parentheses.
     """
     keys = _keys(answer)
     return any(key in keys for key in _keys(gold))
@@ -196,9 +198,9 @@ def _stated(text: str) -> str | None:
 
 def _keys(answer: str) -> set[str]:
     """Return normal forms of an answer: without markup, and also without parentheses around all of it."""
-    plain = _strip(answer.translate(_QUOTES))
+    plain = _strip(re.sub(r"\\([%$])", r"\1", plain_fractions(answer.translate(_QUOTES))))
     keys = {_normalize(plain)}
-    inner = re.fullmatch(r"\((\S.*\S|\S)\)", plain, re.DOTALL)
+    inner = re.fullmatch(r"\(\s*(\S(?:.*\S)?)\s*\)", plain, re.DOTALL)
     if inner:
         keys.add(_normalize(_strip(inner[1])))
     keys.discard("")
@@ -224,7 +226,7 @@ def _normalize(text: str) -> str:
     if text and set(text) <= _BRACKETS | {" "}:
         return text.replace(" ", "")
     if _NUMBER_ONLY.fullmatch(text):
-        value = text.strip("%. ").replace(",", "").replace(" ", "")
+        value = text.rstrip("%. ").replace(",", "").replace(" ", "")
         try:
             return str(Fraction(re.sub(r"[$€£+]", "", value))) + ("%" if text.endswith("%") else "")
         except (ValueError, ZeroDivisionError):

@@ -16,6 +16,7 @@ from whorl.data.record_fields import (
     has_field,
     messages_of,
     source_and_id,
+    template_fields,
     text_field,
     type_name,
     unknown_shape,
@@ -62,4 +63,5 @@ def to_task(record: Mapping[str, Any]) -> VerifiableTask:
     verifier, name = text_field(record, "verifier"), source_and_id(record)[1]
     if "custom:" in verifier:
         parse_verifiers(verifier, f"task {name!r}: ")
-    return VerifiableTask(name, text, messages, verifier, answer, float(difficulty))
+    beside = template_fields(record, is_text=bool(text))
+    return VerifiableTask(name, text, messages, verifier, answer, float(difficulty), **beside)

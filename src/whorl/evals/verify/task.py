@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from whorl.errors import DataError
@@ -19,6 +19,7 @@ class VerifiableTask:
         messages: a conversation to answer. Exactly one of the two is set.
         verifier: name of a verifier, or a weighted sum (`evals/verify/registry.py`).
         answer: the reference of the verifier: the answer, source of tests, or a pattern.
+        tools, chat_template_kwargs: what the chat template renders beside the messages, as in an API request.
         difficulty: set by the task's generator, in arbitrary units; larger is harder.
 
     Raises:
@@ -31,6 +32,8 @@ class VerifiableTask:
     verifier: str = "exact"
     answer: str = ""
     difficulty: float = 0.0
+    tools: tuple[Mapping[str, Any], ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if bool(self.prompt) == bool(self.messages):

@@ -51,7 +51,9 @@ _CHOICES = (
     ),
     _LEADING,
 )
-_FRAC = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_FRAC = re.compile(
+    r"(?:(?<!\d)(?P<whole>\d{1,9})\s?)?\\[dt]?frac(?:\{(?P<top>[^{}]*)\}\{(?P<bottom>[^{}]*)\}|(?P<a>\d)(?P<b>\d))"
+)
 
 
 def after_thinking(text: str) -> str:
@@ -72,17 +74,32 @@ def extract_answer(text: str) -> str:
     return text.rpartition("####")[2].strip()
 
 
+def plain_fractions(text: str) -> str:
+    """Return the text with LaTeX's fractions as quotients: 1/2; a mixed number is one quotient."""
+
+    def quotient(found: re.Match[str]) -> str:
+        top, bottom = (
+            (found["top"] or found["a"] or "").strip(),
+            (found["bottom"] or found["b"] or "").strip(),
+        )
+        if found["whole"] and top.isdecimal() and bottom.isdecimal() and len(top + bottom) < 400:
+            return f"{int(found['whole']) * int(bottom) + int(top)}/{bottom}"
+        return f"{found['whole'] or ''}{top}/{bottom}"
+
+    return _FRAC.sub(quotient, text)
+
+
 def last_number(text: str) -> Fraction | None:
     """Return the last number in a text, or None."""
     found = None
-    for found in _NUMBER.finditer(_FRAC.sub(r"\1/\2", text)):  # noqa: B007 (the last one is wanted)
+    for found in _NUMBER.finditer(plain_fractions(text)):  # noqa: B007 (the last one is wanted)
         pass
     return None if found is None else _value(found)
 
 
 def first_number(text: str) -> Fraction | None:
     """Return the first number in a text, or None."""
-    found = _NUMBER.search(_FRAC.sub(r"\1/\2", text))
+    found = _NUMBER.search(plain_fractions(text))
     return None if found is None else _value(found)
 
 

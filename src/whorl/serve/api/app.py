@@ -99,6 +99,9 @@ class ErrorHandlingRoute(APIRoute):
             try:
                 return await original(strict)
             except RequestValidationError as error:
+                if model is not None and (kind := _wrong_content_type(request)):
+                    message = f"the content-type is {kind!r}; send the JSON with the header content-type: application/json"
+                    return errors.ApiError(400, message).response
                 return errors.from_validation_errors(error.errors()).response
             except errors.STOPPING:
                 raise
@@ -108,6 +111,12 @@ class ErrorHandlingRoute(APIRoute):
                 return errors.to_api_error(error).response
 
         return handle
+
+
+def _wrong_content_type(request: HttpRequest) -> str:
+    """Return the content type of a request if it is not JSON, shortened; `curl -d` sends the one of a form."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return "" if kind == "application/json" or kind.endswith("+json") else kind[:100]
 
 
 def create_app(state: AppState) -> FastAPI:

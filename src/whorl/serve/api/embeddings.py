@@ -16,7 +16,13 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from whorl.serve.api.protocol import MAX_TEXTS, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
-from whorl.serve.api.request_parsing import check_ids, check_length, template_messages
+from whorl.serve.api.request_parsing import (
+    check_ids,
+    check_length,
+    template_kwargs,
+    template_messages,
+    template_tools,
+)
 from whorl.serve.api.sse import JsonPieces, encode_json, run_until_disconnect
 from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
 from whorl.serve.errors import ApiError, OrjsonResponse
@@ -74,8 +80,10 @@ async def detokenize(state: AppState, body: DetokenizeRequest, http: HttpRequest
 def _prompt_ids(state: AppState, body: TokenizeRequest, model: ServedModel | ServedEmbedder) -> list[int]:
     if body.messages is not None:
         template = state.generation_model(body.model).chat_template
-        messages = template_messages(body.messages)
-        return template.encode_prompt(messages, add_generation_prompt=body.add_generation_prompt)
+        return template.encode_prompt(
+            template_messages(body.messages), template_tools(body.tools or []),
+            add_generation_prompt=body.add_generation_prompt, variables=template_kwargs(body.chat_template_kwargs),
+        )  # fmt: skip
     text = body.prompt or ""
     return model.encode_prompt(text) if isinstance(model, ServedModel) else model.encode_text(text)
 

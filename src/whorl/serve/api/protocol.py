@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from whorl.errors import shorten
 
@@ -119,6 +119,16 @@ class TextPart(StrictModel):
     logprobs: list[Any] | None = None
 
 
+def check_parts(content: Any) -> Any:
+    """Return the content of a message. Raises ValueError: a part of it is an image, a sound or a file."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        for word, name in (("image", "images"), ("audio", "audio"), ("video", "videos"), ("file", "files")):
+            if isinstance(kind, str) and word in kind:
+                raise ValueError(f"this model reads no {name}; expected parts of the type 'text'")
+    return content
+
+
 class FunctionCall(StrictModel):
     name: str
     arguments: str
@@ -133,11 +143,16 @@ class ToolCall(StrictModel):
 class Message(StrictModel):
     """One turn. Content is text, or a list of text parts."""
 
+    _check_content = field_validator("content", mode="before")(check_parts)
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | FastList[TextPart] | None = None
     name: str | None = None
     tool_calls: FastList[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(
+        default=None, description="for templates that write earlier reasoning"
+    )
     refusal: str | None = None
     # Fields that the client library adds to responses, which users send back:
     annotations: list[Any] | None = None
@@ -229,6 +244,8 @@ class ChatRequest(GenerationRequest):
 class InputItem(StrictModel):
     """One item of a response's input: a message."""
 
+    _check_content = field_validator("content", mode="before")(check_parts)
+
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | FastList[TextPart]
@@ -289,6 +306,8 @@ class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: str | None = None
     messages: FastList[Message] | None = Field(default=None, min_length=1)
+    tools: FastList[Tool] | None = Field(default=None, max_length=128)
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")

@@ -18,7 +18,14 @@ from pydantic import ValidationError
 from whorl.engine.request import Grammar, Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import shorten
-from whorl.serve.api.protocol import MAX_TEXTS, ChatRequest, CompletionRequest, GenerationRequest, Message
+from whorl.serve.api.protocol import (
+    MAX_TEXTS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    Tool,
+)
 from whorl.serve.api.tools import tool_choice_grammar
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
@@ -121,8 +128,8 @@ def parse_chat(
                 400, "tool_choice and another field both constrain the output", param="tool_choice"
             )
         grammar = forced
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if choice != "none" else []
-    variables = _template_kwargs(body.chat_template_kwargs)
+    tools = template_tools(body.tools or []) if choice != "none" else []
+    variables = template_kwargs(body.chat_template_kwargs)
     ids = served.chat_template.encode_prompt(template_messages(body.messages), tools, variables=variables)
     which = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
     max_tokens = _max_new_tokens(
@@ -146,28 +153,17 @@ def parse_chat(
 
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
-    """Return messages in the form that chat templates expect: content as text, arguments of calls as objects."""
-    out = []
-    for message in messages:
-        one: dict[str, object] = {"role": message.role, "content": message.text}
-        if message.name is not None:
-            one["name"] = message.name
-        if message.tool_call_id is not None:
-            one["tool_call_id"] = message.tool_call_id
-        if message.tool_calls:
-            one["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": _parse_arguments(call.function.arguments),
-                    },
-                }
-                for call in message.tool_calls
-            ]
-        out.append(one)
-    return out
+    """Return messages for a chat template, which brings them into the form that it expects."""
+    fields = {"role", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+    return [
+        {**message.model_dump(include=fields, exclude_none=True), "content": message.text}
+        for message in messages
+    ]
+
+
+def template_tools(tools: Iterable[Tool]) -> list[dict[str, object]]:
+    """Return tools for a chat template."""
+    return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
 def check_length(ids: Sequence[int], max_model_len: int, param: str) -> None:
@@ -376,17 +372,10 @@ def _check_sequence_count(count: int, config: ServeConfig, param: str) -> None:
         )
 
 
-def _template_kwargs(given: dict[str, object] | None) -> dict[str, object]:
+def template_kwargs(given: dict[str, object] | None) -> dict[str, object]:
     """Check the extra variables of a chat template; they must not replace the conversation."""
     taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & (given or {}).keys()
     if taken:
         name = sorted(taken)[0]
         raise ApiError(400, f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs")
     return given or {}
-
-
-def _parse_arguments(arguments: str) -> object:
-    try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments

@@ -112,7 +112,7 @@ def load_generation_model(
         )
     sizes = config.model_copy(update={"max_model_len": bound, "kv_cache_tokens": tokens})
     chat = load_chat_template(location.folder, tokenizer)
-    banned = tokenizer.banned_ids(model.config.vocab_size)
+    banned = tokenizer.banned_ids(model.config.vocab_size, keep=chat.stop_ids)
     proposer = make_proposer(speculation, location.folder, model, draft, sizes, banned)
     engine = make_engine(model, tokenizer, chat, sizes, proposer=proposer, **engine_kwargs)
     base = served_model(location.names, tokenizer, chat, engine)
@@ -139,7 +139,7 @@ def make_engine(
         model,
         config,
         token_bytes=id_bytes,
-        banned_ids=tokenizer.banned_ids(model.config.vocab_size),
+        banned_ids=tokenizer.banned_ids(model.config.vocab_size, keep=chat.stop_ids),
         compile_grammar=compiler.compile if compiler is not None else None,
         **engine_kwargs,
     )

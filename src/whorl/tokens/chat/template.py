@@ -19,7 +19,11 @@ normalizer could create more. Special tokens are protected, and the added tokens
 Borders are where generation would start, and text is encoded piece by piece between them, so training and sampling see the
 same ids. It needs a template that only appends; one that rewrites earlier turns is rejected.
 
-Templates run in Jinja's sandbox, because they come from the internet.
+A template may leave a message out: one that has no words for the role `developer` writes nothing, without an error. So each
+conversation is rendered once more with a mark in the place of each content, and a message whose mark is missing is refused.
+A `developer` message that is left out becomes a `system` message.
+
+A turn ends with the token that the template writes behind a reply. It is one of `stop_ids`.
 """
 
 from __future__ import annotations
@@ -28,31 +32,25 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
-
-from jinja2 import Template, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from whorl.errors import DataError, shorten
 from whorl.store.files import load_json
 from whorl.tokens.chat.builtin_templates import CHATML, IM_END, IM_START, TRANSCRIPT, TRANSCRIPT_STOPS
+from whorl.tokens.chat.jinja_sandbox import compile_template
+from whorl.tokens.chat.messages import Message, canonical_messages, canonical_tools
 from whorl.tokens.chat.special_token_escape import SpecialTokenEscaper, unused_character
 from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
-Message = Mapping[str, Any]
 TemplateKind = Literal["model", "chatml", "transcript"]
 
 
 class ChatTemplate:
     """Converts conversations to ids for one tokenizer.
 
-    kind: the format. stop, stop_ids: end a turn of the assistant.
+    kind: the format. stop, stop_ids: end a turn of the assistant. turn_end: the one that the template writes, or None.
 
     Args:
         tokenizer: a Whorl or a Hugging Face tokenizer.
@@ -85,14 +83,17 @@ class ChatTemplate:
             }
         self.tokens = {"bos_token": "", "eos_token": "", **self.tokens}
         self.stop = TRANSCRIPT_STOPS if self.kind == "transcript" else ()
-        ends = [self.special_ids[IM_END]] if IM_END in self.special_ids else []
-        self.stop_ids = frozenset((*tokenizer.end_ids, *ends))
         self._escape_special = SpecialTokenEscaper(self.special_ids)
         self._escape_special_and_added = SpecialTokenEscaper(
             [*self.special_ids, *(t for t in added if t in source)]
         )
         self._special_pattern = _special_token_pattern(self.special_ids)
-        self._template = _compile_template(source)
+        self._template = compile_template(source)
+        known = {**added, **self.special_ids}
+        self.turn_end = self._turn_end(known)
+        ends = (*tokenizer.end_ids, self.special_ids.get(IM_END), self.turn_end)
+        self.stop_ids = frozenset(i for i in ends if i is not None)
+        self._end_pattern = _special_token_pattern(text for text, i in known.items() if i in self.stop_ids)
 
     @property
     def is_trained(self) -> bool:
@@ -110,15 +111,16 @@ class ChatTemplate:
         """Return the ids of a conversation, up to the start of the assistant's next turn.
 
         Args:
-            messages: each with `role` and `content` (text), optionally `tool_calls`, `name`, `tool_call_id`.
+            messages: each with `role` and `content`, optionally `tool_calls`, `name`, `tool_call_id` (`messages.py`).
             tools: JSON schemas, for templates that support tools.
             variables: further variables of the template (`enable_thinking`).
 
         Raises:
-            DataError: the template rejects the conversation.
+            DataError: the template rejects the conversation, or leaves a message out.
         """
-        mark = unused_character((messages, tools, variables or {}))
-        text = self._render(messages, tools, add_generation_prompt, variables or {}, mark)
+        variables = variables or {}
+        messages, tools, mark = self._checked(messages, tools, add_generation_prompt, variables)
+        text = self._render(messages, tools, add_generation_prompt, variables, mark)
         return self._check_injection(text, self._encode(text, mark), mark)
 
     def encode_with_mask(
@@ -134,7 +136,7 @@ class ChatTemplate:
             DataError: as `encode_prompt`; or the template does not only append, so that borders are undefined.
         """
         variables = variables or {}
-        mark = unused_character((messages, tools, variables))
+        messages, tools, mark = self._checked(messages, tools, False, variables)
         whole = self._render(messages, tools, False, variables, mark)
         borders: list[tuple[int, int]] = []
         for i, message in enumerate(messages):
@@ -148,11 +150,7 @@ class ChatTemplate:
                     expected="a template that only appends",
                     do="truncate the conversations after their first answer, or use another template",
                 )
-            ends = [
-                m.end()
-                for m in self._special_pattern.finditer(after, len(before))
-                if m[0] in self._end_tokens
-            ]
+            ends = [m.end() for m in self._end_pattern.finditer(after, len(before))]
             borders.append((len(before), ends[-1] if ends else len(after)))
         ids: list[int] = []
         mask: list[bool] = []
@@ -171,6 +169,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
+        variables: Mapping[str, Any] | None = None,
         stop_id: int | None = None,
     ) -> list[int]:
         """Return the ids between a sampled reply and the next: its end, `messages`, and the start of the next turn.
@@ -184,10 +183,11 @@ class ChatTemplate:
         Raises:
             DataError: as `encode_prompt`; or the template drops the reply.
         """
-        reply = unused_character((prompt, messages, tools))
-        mark = unused_character((prompt, messages, tools, reply))
-        conversation = [*prompt, {"role": "assistant", "content": reply}, *messages]
-        parts = self._render(conversation, tools, True, {}, mark).split(reply)
+        variables = variables or {}
+        reply = unused_character((prompt, messages, tools, variables))
+        conversation: Sequence[Message] = [*prompt, {"role": "assistant", "content": reply}, *messages]
+        conversation, tools, mark = self._checked(conversation, tools, True, variables)
+        parts = self._render(conversation, tools, True, variables, mark).split(reply)
         if len(parts) != 2:
             raise DataError(
                 f"the chat template writes a reply {len(parts) - 1} times",
@@ -196,9 +196,75 @@ class ChatTemplate:
         ids = self._check_injection(parts[1], self._encode(parts[1], mark), mark)
         return ids[1:] if ids and ids[0] == stop_id else ids
 
-    @cached_property
-    def _end_tokens(self) -> frozenset[str]:
-        return frozenset(text for text, i in self.special_ids.items() if i in self.stop_ids)
+    def _turn_end(self, tokens: Mapping[str, int]) -> int | None:
+        """Return the id of the token that the template writes behind a reply, if there is one."""
+        reply, mark = unused_character(()), unused_character((unused_character(()),))
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}]
+        try:
+            behind = self._render(turns, (), False, {}, mark).rpartition(reply)[2]
+        except DataError:  # it may need other roles
+            return None
+        found = _special_token_pattern(tokens).match(behind.lstrip())
+        return tokens[found[0]] if found else None
+
+    def _checked(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> tuple[list[Message], list[Mapping[str, Any]], str]:
+        """Return (messages, tools, a mark) to render, with each message in a role that the template writes.
+
+        Raises:
+            DataError: the template rejects the conversation, or leaves a message out.
+        """
+        shown: list[Message] = [*canonical_messages(messages)]
+        tools = canonical_tools(tools)
+        mark = unused_character((shown, tools, variables))
+        left_out = self._left_out(shown, tools, add_generation_prompt, variables, mark)
+        if any(shown[n].get("role") == "developer" for n in left_out):
+            shown = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in shown]
+            left_out = self._left_out(shown, tools, add_generation_prompt, variables, mark)
+        if left_out:
+            role = messages[left_out[0]].get("role")
+            raise DataError(
+                f"message {left_out[0]}: the chat template leaves out this message of the role {shorten(str(role))!r}",
+                expected="roles, tool calls and an order that this template writes",
+                do="write the text into a user or system message, or use a template that has this role",
+            )
+        return shown, [*tools], mark
+
+    def _left_out(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        mark: str,
+    ) -> list[int]:
+        """Return the messages of which the template writes nothing.
+
+        Each content is replaced by the message's number in marks. Next to tool calls a content may be left out, as some
+        templates do; then the name of a call counts.
+        """
+        sign = unused_character((messages, tools, variables, mark))
+        probes, expected = list[Message](), list[int]()
+        for n, message in enumerate(messages):
+            text, probe = f"{sign}{n}{sign}", dict(message)
+            if calls := message.get("tool_calls"):
+                probe["tool_calls"] = [
+                    {**call, "function": {**call["function"], "name": text}} for call in calls
+                ]
+            elif message["content"].strip():
+                probe["content"] = text
+            else:
+                text = ""
+            probes.append(probe)
+            expected += [n] if text else []
+        rendered = self._render(probes, tools, add_generation_prompt, variables, mark)
+        written = {int(n) for n in re.findall(f"{sign}([0-9]+){sign}", rendered)}
+        return [n for n in expected if n not in written]
 
     def _render(
         self,
@@ -288,45 +354,12 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer | HFTokenizer) -> Chat
     return ChatTemplate(tokenizer, source, tokens)
 
 
-class _GenerationExtension(Extension):
-    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's text in some templates; keeps the content."""
-
-    tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-@lru_cache(maxsize=8)
-def _compile_template(source: str) -> Template:
-    def refuse(message: str) -> None:
-        raise ValueError(message)
-
-    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationExtension]
-    )
-    environment.filters["tojson"] = to_json  # Jinja's filter escapes for HTML
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except Exception as error:
-        raise DataError(
-            f"the chat template cannot be compiled: {error}",
-            expected="a Jinja template that transformers can run",
-        ) from error
-
-
-def _special_and_added_tokens(tokenizer: Tokenizer | HFTokenizer) -> tuple[dict[str, int], list[str]]:
-    """Return (special tokens by text, other added tokens)."""
+def _special_and_added_tokens(tokenizer: Tokenizer | HFTokenizer) -> tuple[dict[str, int], dict[str, int]]:
+    """Return (ids of special tokens by text, ids of other added tokens)."""
     if isinstance(tokenizer, Tokenizer):
-        return dict(tokenizer.special_token_ids), []
+        return dict(tokenizer.special_token_ids), {}
     special = {t: i for t, i in tokenizer.added_tokens.items() if i in tokenizer.all_special_ids}
-    return special, [t for t, i in tokenizer.added_tokens.items() if i not in tokenizer.all_special_ids]
+    return special, {t: i for t, i in tokenizer.added_tokens.items() if t not in special}
 
 
 def _special_token_pattern(texts: Iterable[str]) -> re.Pattern[str]:

@@ -44,13 +44,15 @@ FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 
 
 def export_gguf(
-    model: LanguageModel, file: Path, *, source: Path | None = None, dtype: torch.dtype | None = None
-) -> None:
+    model: LanguageModel, file: Path, *, source: Path | None = None, dtype: torch.dtype | None = None,
+    turn_end: int | None = None,
+) -> None:  # fmt: skip
     """Write a model as one GGUF file. Memory: one tensor in addition to the model.
 
     Args:
         source: a folder with `tokenizer.json`; special ids are read from `tokenizer_config.json`,
             `generation_config.json` and `config.json` in it. None for a file without a vocabulary.
+        turn_end: the id that ends a turn of a chat (`eot`).
         dtype: of the matrices: float32, float16 or bfloat16; None keeps each unchanged.
 
     Raises:
@@ -70,7 +72,7 @@ def export_gguf(
     if dtype is not None and dtype not in FILE_TYPES:
         raise ConfigError(f"dtype is {dtype}", expected=known)
     shape = GGUFModel.from_config(model.config)
-    vocabulary = read_vocabulary(source, model.config.vocab_size)
+    vocabulary = read_vocabulary(source, model.config.vocab_size, turn_end)
     own = model.state_dict()
     makes = dict(_Tensors(gguf, shape).items())
     empty = {name: torch.empty(t.shape, device="meta", dtype=t.dtype) for name, t in own.items()}

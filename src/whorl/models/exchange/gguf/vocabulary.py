@@ -86,7 +86,7 @@ class GGUFVocabulary:
     """The tokenizer fields of a GGUF file.
 
     model: "gpt2" (byte-level merges), "llama" (merges by score) or "none"; pre: the name of the pattern; special_ids: by
-    "bos", "eos", "pad", "unk".
+    "bos", "eos", "pad", "unk", "eot" (the end of a turn).
     """
 
     model: str
@@ -120,6 +120,7 @@ class GGUFVocabulary:
             "eos": writer.add_eos_token_id,
             "pad": writer.add_pad_token_id,
             "unk": writer.add_unk_token_id,
+            "eot": writer.add_eot_token_id,
         }
         for name, number in self.special_ids.items():
             add[name](number)
@@ -129,11 +130,12 @@ class GGUFVocabulary:
             writer.add_chat_template(self.chat_template)
 
 
-def read_vocabulary(source: Path | None, vocab_size: int) -> GGUFVocabulary:
+def read_vocabulary(source: Path | None, vocab_size: int, turn_end: int | None = None) -> GGUFVocabulary:
     """Return the vocabulary of a folder with `tokenizer.json`, filled up to the rows of the model.
 
     Args:
         source: None for a file without a vocabulary, whose users pass ids.
+        turn_end: the id that ends a turn of a chat.
 
     Raises:
         CheckpointError: a file is missing or damaged, or has more tokens than the model has rows.
@@ -144,12 +146,15 @@ def read_vocabulary(source: Path | None, vocab_size: int) -> GGUFVocabulary:
     path = source / "tokenizer.json"
     data = read_json(path)
     try:
-        return _read(data, source, vocab_size)
+        found = _read(data, source, vocab_size)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a tokenizer: {type(error).__name__}: {error}",
             expected="a tokenizer.json of the `tokenizers` library",
         ) from error
+    if turn_end is not None and turn_end != found.special_ids["eos"]:
+        found.special_ids["eot"] = turn_end
+    return found
 
 
 def _read(data: dict[str, Any], source: Path, vocab_size: int) -> GGUFVocabulary:

@@ -265,7 +265,7 @@ def _teacher_completions(
     length = config.data.seq_len + 1
     tasks = read_tasks(ctx.parents["tasks"].path, "train")[: config.texts.max_examples]
     kept, left = filter_by_length(tokenizer, tasks, length, config.max_completion_tokens)
-    prompts = [tokenizer.prompt(task.prompt or task.messages) for task in kept]
+    prompts = [tokenizer.task_prompt(task) for task in kept]
     if not prompts:
         return [], left
     ctx.progress.log(f"    the teacher completes {len(prompts):,} prompts")

@@ -170,7 +170,7 @@ def _held_out_prompts(
     found: list[list[int]] = []
     if "tasks" in ctx.parents:
         tests = read_tasks(ctx.parents["tasks"].path, "test")[:n]
-        found = [tokenizer.prompt(task.prompt or task.messages) for task in tests]
+        found = [tokenizer.task_prompt(task) for task in tests]
     if not found and "tokens" in ctx.parents:
         documents = open_token_set(ctx).split("test").iter_documents()
         found = [[int(i) for i in ids[:PROMPT_IDS]] for ids in islice(documents, n)]

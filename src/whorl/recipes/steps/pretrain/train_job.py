@@ -68,7 +68,7 @@ def train_and_save(
     tokenizer.save(ctx.out)
     ids = {
         "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
+        "eos_token_id": tokenizer.eos_id if len(tokenizer.end_ids) == 1 else tokenizer.end_ids,
         "pad_token_id": tokenizer.pad_id,
     }
     (ctx.out / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")
