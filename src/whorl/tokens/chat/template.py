@@ -28,7 +28,6 @@ A turn ends with the token that the template writes behind a reply. It is one of
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
