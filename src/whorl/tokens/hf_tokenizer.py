@@ -21,6 +21,7 @@ from whorl.errors import DataError
 from whorl.store.files import load_json, require_regular
 from whorl.tokens.bpe import BYTE_OF_CHAR
 from whorl.tokens.healing import HealedPrompt, without_last_token
+from whorl.tokens.template_source import compile_template, read_template, turn_end
 from whorl.tokens.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
@@ -62,7 +63,7 @@ class HFTokenizer:
             i for i, t in self._core.get_added_tokens_decoder().items() if t.special
         )
         self.end_ids = self._read_end_ids()
-        self.end_ids += tuple(sorted(set(self._turn_ends()) - set(self.end_ids)))
+        self.end_ids += tuple(self._turn_ends())
         silent = self.all_special_ids | (set(range(self.vocab_size)) - used_ids)
         self.control_ids = tuple(sorted(silent - set(self.end_ids)))
 
@@ -80,14 +81,15 @@ class HFTokenizer:
         end_ids += [] if self.eos_id is None else [self.eos_id]
         return tuple(dict.fromkeys(end_ids))
 
-    def _turn_ends(self) -> Collection[int]:
-        """Return the ids that end a turn in the folder's chat template; none if it is damaged, which chats report."""
-        from whorl.tokens.chat import load_chat_template
-
+    def _turn_ends(self) -> list[int]:
+        """Return the id that ends a turn in the folder's chat template; none if it is damaged, which chats report."""
         try:
-            return load_chat_template(self.folder, self).stop_ids
+            source, names = read_template(self.folder)
+            texts = {"bos_token": "", "eos_token": "", **names}
+            end = turn_end(compile_template(source), texts, self.added_tokens) if source else None
         except DataError:
-            return ()
+            return []
+        return [] if end is None or end in self.end_ids else [end]
 
     @cached_property
     def bos_id(self) -> int | None:

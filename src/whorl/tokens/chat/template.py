@@ -35,12 +35,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whorl.errors import DataError, shorten
-from whorl.store.files import load_json
 from whorl.tokens.chat.builtin_templates import CHATML, IM_END, IM_START, TRANSCRIPT, TRANSCRIPT_STOPS
-from whorl.tokens.chat.jinja_sandbox import compile_template
 from whorl.tokens.chat.messages import Message, canonical_messages, canonical_tools
 from whorl.tokens.chat.special_token_escape import SpecialTokenEscaper, unused_character
 from whorl.tokens.hf_tokenizer import HFTokenizer
+from whorl.tokens.template_source import compile_template, read_template, turn_end
 from whorl.tokens.tokenizer import Tokenizer
 
 TemplateKind = Literal["model", "chatml", "transcript"]
@@ -89,7 +88,7 @@ class ChatTemplate:
         self._special_pattern = _special_token_pattern(self.special_ids)
         self._template = compile_template(source)
         known = {**added, **self.special_ids}
-        self.turn_end = self._turn_end(known)
+        self.turn_end = turn_end(self._template, self.tokens, known)
         ends = (*tokenizer.end_ids, self.special_ids.get(IM_END), self.turn_end)
         self.stop_ids = frozenset(i for i in ends if i is not None)
         self._end_pattern = _special_token_pattern(text for text, i in known.items() if i in self.stop_ids)
@@ -194,17 +193,6 @@ class ChatTemplate:
             )
         ids = self._check_injection(parts[1], self._encode(parts[1], mark), mark)
         return ids[1:] if ids and ids[0] == stop_id else ids
-
-    def _turn_end(self, tokens: Mapping[str, int]) -> int | None:
-        """Return the id of the token that the template writes behind a reply, if there is one."""
-        reply, mark = unused_character(()), unused_character((unused_character(()),))
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}]
-        try:
-            behind = self._render(turns, (), False, {}, mark).rpartition(reply)[2]
-        except DataError:  # it may need other roles
-            return None
-        found = _special_token_pattern(tokens).match(behind.lstrip())
-        return tokens[found[0]] if found else None
 
     def _checked(
         self,
@@ -327,29 +315,7 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer | HFTokenizer) -> Chat
     Raises:
         DataError: the template cannot be compiled, or a file is damaged.
     """
-    path = folder / "tokenizer_config.json"
-    config: Any = {}
-    if path.is_file():
-        try:
-            config = load_json(path)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read: {error}", expected="a JSON object") from error
-    config = config if isinstance(config, dict) else {}
-    tokens = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        entry = config.get(name)
-        text = entry.get("content") if isinstance(entry, dict) else entry
-        if isinstance(text, str):
-            tokens[name] = text
-    template_file = folder / "chat_template.jinja"
-    source = (
-        template_file.read_text(encoding="utf-8") if template_file.is_file() else config.get("chat_template")
-    )
-    if isinstance(source, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default") or next(iter(named.values()), None)
-    if source is not None and not isinstance(source, str):
-        raise DataError(f"{path}: field 'chat_template' is {source!r}", expected="a Jinja template")
+    source, tokens = read_template(folder)
     return ChatTemplate(tokenizer, source, tokens)
 
 
