@@ -46,7 +46,7 @@ ASSISTANT_MARKER = "\n\nAssistant:"
 class Conversation:
     """Messages (role, content, optional tool_calls ...), at least one from the assistant, with source and id.
 
-    tools, chat_template_kwargs: what the chat template renders beside the messages, as in an API request.
+    tools, chat_template_kwargs: what the chat template renders in addition to the messages, as in an API request.
     """
 
     messages: Messages

@@ -19,7 +19,7 @@ class VerifiableTask:
         messages: a conversation to answer. Exactly one of the two is set.
         verifier: name of a verifier, or a weighted sum (`evals/verify/registry.py`).
         answer: the reference of the verifier: the answer, source of tests, or a pattern.
-        tools, chat_template_kwargs: what the chat template renders beside the messages, as in an API request.
+        tools, chat_template_kwargs: what the chat template renders in addition to the messages, as in an API request.
         difficulty: set by the task's generator, in arbitrary units; larger is harder.
 
     Raises:

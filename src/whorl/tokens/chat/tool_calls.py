@@ -8,7 +8,7 @@
 not a valid call is returned as text, so no output is lost.
 
 The subtle point is the end of a call. An argument may contain the text `</tool_call>`, so the end is found by decoding one
-JSON object, and not by searching for the closing tag. An opening tag without an object is text, and the search goes on
+JSON object, and not by searching for the closing tag. An opening tag without an object is text, and the search continues
 after it. A tag in the reasoning that starts a reply (`<think> ... </think>`) is text too.
 """
 
