@@ -72,7 +72,7 @@ def messages_of(value: object, field: str) -> Messages:
 
 
 def template_fields(record: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]:
-    """Return what a chat template renders in addition to the messages: `tools` and `chat_template_kwargs`, if a record has them.
+    """Return what a template renders in addition to the messages: `tools` and `chat_template_kwargs`, if a record has them.
 
     Both may be JSON texts; a tool and its `parameters`, too. is_text: the record has texts instead of messages.
 
