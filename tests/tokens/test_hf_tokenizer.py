@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Core
 
 from whorl.cli.models.export import write_end_ids
@@ -109,6 +109,111 @@ def test_decode_is_the_same_for_every_tokenizer(kind: str, tmp_path: Path) -> No
     for bad in (-1, t.vocab_size):
         with pytest.raises(DataError, match=f"token id {bad} is outside"):
             t.decode([bad])
+
+
+def with_spaces(folder: Path) -> Path:
+    """Like Gemma: runs of ▁ are added tokens that are not special, in the vocabulary too."""
+    runs = ["▁" * n for n in (2, 3, 4, 8)]
+    pieces = ["<unk>", "<bos>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"abcx|\n", *runs]
+    merges = [(a, b) for a in ["▁", *runs] for b in ["▁", *runs] if a + b in runs]
+    core = Core(
+        models.BPE({p: i for i, p in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    core.add_special_tokens(["<bos>", "</s>"])
+    core.add_tokens([AddedToken(run, special=False, normalized=False) for run in runs])
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    return folder
+
+
+def unigram(folder: Path) -> Path:
+    core = Core(models.Unigram([("<unk>", 0.0), *((p, -2.0) for p in "▁abcx|<>"), ("▁a", -1.5)], 0))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Metaspace()
+    core.add_tokens([AddedToken("▁▁", special=False), AddedToken("<x>", special=False)])
+    core.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+KINDS = {
+    "byte level": byte_level,
+    "sentence piece": sentence_piece,
+    "spaces": with_spaces,
+    "unigram": unigram,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "text", ["a  b", "        ", "|    |", " a", "a▁▁b", "ab <x> x", "<think>a  <p>", *TEXTS]
+)
+def test_decode_matches_tokenizers_library(kind: str, text: str, tmp_path: Path) -> None:
+    """All of it and every prefix of the ids; the library may strip the space that it put before the text."""
+    t = HFTokenizer(KINDS[kind](tmp_path))
+    core = Core.from_file(str(tmp_path / "tokenizer.json"))
+    ids = core.encode(text).ids
+    assert t.encode_prompt(text) == ids
+    for n in range(len(ids) + 1):
+        ours = t.decode(ids[:n], skip_special_tokens=True).decode(errors="replace")
+        theirs = core.decode(ids[:n])
+        if not ours.endswith("\ufffd"):  # within a character
+            assert ours in (theirs, " " + theirs)
+    if kind == "spaces":
+        assert t.decode(t.encode(text)) == text.replace("▁", " ").encode()
+        assert (
+            b"".join(t.text_bytes(t.vocab_size)[i] for i in t.encode(text)) == text.replace("▁", " ").encode()
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_of_the_last_caller_are_cleared(kind: str, tmp_path: Path) -> None:
+    path = KINDS[kind](tmp_path) / "tokenizer.json"
+    text = "ab x " * 60
+    want = Core.from_file(str(path)).encode(text).ids
+    data = json.loads(path.read_text())
+    data["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    data["padding"] = {"strategy": {"Fixed": 900}, "direction": "Right", "pad_to_multiple_of": None,
+                       "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}  # fmt: skip
+    if data["model"]["type"] == "BPE":
+        data["model"]["dropout"] = 0.9
+    path.write_text(json.dumps(data))
+    t = load_tokenizer(tmp_path)
+    assert isinstance(t, HFTokenizer) and len(want) > 60
+    for found in (
+        t.encode_prompt(text), t.encode(text), t.encode(text, allow_special=True),
+        *t.encode_batch([text, "a", text], add_special_tokens=True)[::2],
+    ):  # fmt: skip
+        assert found == want
+
+
+@pytest.mark.parametrize("field", ["model", "end id"])
+def test_memory_is_not_decided_by_one_number(field: str, tmp_path: Path) -> None:
+    path = byte_level(tmp_path) / "tokenizer.json"
+    if field == "end id":
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [10**9, 7]}))
+        assert load_tokenizer(tmp_path).end_ids == (7, 0)  # no model row can be that id
+        return
+    data = json.loads(path.read_text())
+    data["model"]["vocab"]["zz"] = 10**9
+    path.write_text(json.dumps(data))
+    with pytest.raises(DataError, match=r"the largest id of \d+ tokens is 1,000,000,000"):
+        load_tokenizer(tmp_path)
+
+
+def test_pattern_at_its_limit_is_an_error_of_the_text(tmp_path: Path) -> None:
+    path = byte_level(tmp_path) / "tokenizer.json"
+    core = Core.from_file(str(path))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("(a+)+$"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    core.save(str(path))
+    t, text = HFTokenizer(tmp_path), "a" * 40 + "b"
+    for use in (t.encode, t.encode_prompt, lambda x: t.encode_batch([x, x], add_special_tokens=False)):
+        with pytest.raises(DataError, match=r"tokenizer\.json: the tokenizer fails on this text"):
+            use(text)
 
 
 def test_unused_ids_are_control_ids(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import unicodedata
 from collections import Counter
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import pre_tokenizers
 
 from whorl.errors import ConfigError, DataError
+from whorl.models.exchange.gguf.vocabulary import SPLITS
 from whorl.tokens import bpe, pretokens
 from whorl.tokens.healing import MAX_HEALED_BYTES, heal
 from whorl.tokens.tokenizer import BOS, EOS, PAD, Tokenizer
@@ -175,7 +177,12 @@ def test_healed_prompt_ids_are_stable(prompt: str, rest: str) -> None:
         assert T.encode(prompt + rest).tolist()[: len(prompt_ids)] == prompt_ids
 
 
-GPT2 = Tokenizer.train([CODE * 20], 420, special_tokens=["<|c d|>"], pattern="gpt2")
+NAMED = {
+    name: Tokenizer.train([CODE * 20], 420, special_tokens=["<|c d|>"], pattern=name)
+    for name in pretokens.PATTERNS
+    if name != "whorl"
+}
+GPT2 = NAMED["gpt2"]
 
 
 @settings(max_examples=200, deadline=None)
@@ -202,7 +209,43 @@ def test_gpt2_pattern_matches_hugging_face(text: str, cuts: list[int], special: 
     assert GPT2.decode(healed.ids[1:]) + healed.forced_prefix == text.encode()
 
 
-@pytest.mark.parametrize("pattern", ["whorl", "gpt2", r"\p{L}+|[\s\S]"])
+@settings(max_examples=250, deadline=None)
+@given(texts, st.lists(st.integers(0, 10**6), max_size=4), st.booleans(), st.sampled_from(sorted(NAMED)))
+@example("IT'Ll x\u00a0 y  \n  z 日本。『x』 \x1c \x1f a/\n/ あAあAAAAb 't", [], True, "o200k")
+def test_named_patterns_stream_the_ids_of_the_whole(
+    text: str, cuts: list[int], special: bool, name: str
+) -> None:
+    tokenizer = NAMED[name]
+    whole = text.encode("utf-8", "surrogatepass")
+    ids = tokenizer.encode(whole, allow_special=special).tolist()
+    edges = [0, *sorted(c % (len(whole) + 1) for c in cuts), len(whole)]
+    for chunks in (
+        [whole[a:b] for a, b in itertools.pairwise(edges)],
+        [whole[i : i + 1] for i in range(len(whole))],
+    ):
+        stream = tokenizer.encode_stream(chunks, allow_special=special)
+        assert [i for part in stream for i in part.tolist()] == ids
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+@pytest.mark.parametrize("text", ["some words here ", "一二三。四五六，", "++ -- ** ", "a=b;c1|"])
+def test_named_patterns_stream_in_bounded_memory(text: str, name: str) -> None:
+    """No part is longer than two chunks, so no more is held."""
+    chunk = text * 32
+    parts = list(NAMED[name].encode_stream([chunk] * 50))
+    assert max(len(NAMED[name].decode(part)) for part in parts) <= 2 * len(chunk.encode())
+
+
+def test_named_patterns_are_those_of_the_gguf_export() -> None:
+    assert {(p,) for name, p in pretokens.PATTERNS.items() if name != "whorl"} <= set(SPLITS)
+
+
+def test_pattern_at_its_limit_is_an_error_of_the_text() -> None:
+    with pytest.raises(DataError, match="fails on this text"):
+        GPT2.encode(" " * 2_000_000 + "b")
+
+
+@pytest.mark.parametrize("pattern", ["whorl", "gpt2", "o200k", r"\p{L}+|[\s\S]"])
 def test_pattern_is_saved_and_loaded(pattern: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.train([CODE * 20], 420, pattern=pattern)
     core = saved(tokenizer, tmp_path)
@@ -234,6 +277,18 @@ def test_load_refuses_a_tokenizer_of_another_project(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace(BOS, "<s>"))
     with pytest.raises(DataError, match="HFTokenizer"):
         Tokenizer.load(tmp_path)
+
+
+def test_load_refuses_ids_with_gaps_and_deep_files(tmp_path: Path) -> None:
+    data = json.loads(T.save(tmp_path).read_text())
+    data["added_tokens"][-1]["id"] = 10**9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(DataError, match="gaps between its ids"):
+        Tokenizer.load(tmp_path)
+    for damaged in ("[" * 100_000, '{"model": {"vocab": []}}'):
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        with pytest.raises(DataError, match="cannot be read"):
+            Tokenizer.load(tmp_path)
 
 
 def test_tokenizer_rejects_impossible_input(tmp_path: Path) -> None:

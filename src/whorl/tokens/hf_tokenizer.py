@@ -5,15 +5,18 @@ token may end in the middle of a character). Two alphabets are supported: byte-l
 byte is a printable character, and SentencePiece (Llama 2, Gemma), where a space is U+2581 and a byte without a character is
 <0xE2>. A WordPiece vocabulary does not spell bytes and is rejected.
 
-Three files may name end-of-text ids, and may disagree; the union is used. A vocabulary may have gaps: unused ids, which
-must not be sampled.
+Three files may name end-of-text ids, and may disagree; the union is used, without ids that the vocabulary lacks. A
+vocabulary may have gaps: unused ids, which must not be sampled.
+
+A file may hold settings of its last caller: truncation, padding and dropout. They are cleared.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from whorl.tokens.tokenizer import (
 )
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MAX_UNUSED_IDS = 1 << 16  # gaps of a vocabulary beyond its own size; every id below the largest takes memory
 
 
 class HFTokenizer:
@@ -40,7 +44,8 @@ class HFTokenizer:
     control_ids: special and unused ids, which must not be sampled.
 
     Raises:
-        DataError: no tokenizer.json, or one that does not spell bytes; a file next to it is damaged or has no ids.
+        DataError: no tokenizer.json, or one that does not spell bytes; an id far above the number of tokens; a file next
+            to it is damaged or has no ids.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,9 +61,19 @@ class HFTokenizer:
                 expected="a tokenizer.json from `save_pretrained`",
                 do="copy the tokenizer's files next to the weights, and import again",
             ) from error
+        self._core.no_truncation()
+        self._core.no_padding()
+        if getattr(self._core.model, "dropout", None):
+            self._core.model.dropout = None
         self.folder = folder
         used_ids = set(self._core.get_vocab(with_added_tokens=True).values())
         self.vocab_size: int = max(used_ids, default=-1) + 1
+        if self.vocab_size > 2 * len(used_ids) + _MAX_UNUSED_IDS:
+            raise DataError(
+                f"{path}: the largest id of {len(used_ids):,} tokens is {self.vocab_size - 1:,}",
+                expected="ids near the number of tokens",
+                do="copy the tokenizer's files again",
+            )
         self.all_special_ids = frozenset(
             i for i, t in self._core.get_added_tokens_decoder().items() if t.special
         )
@@ -79,7 +94,7 @@ class HFTokenizer:
                 )
             end_ids += ids
         end_ids += [] if self.eos_id is None else [self.eos_id]
-        return tuple(dict.fromkeys(end_ids))
+        return tuple(dict.fromkeys(i for i in end_ids if i < self.vocab_size))
 
     def _turn_ends(self) -> list[int]:
         """Return the id that ends a turn in the folder's chat template; none if it is damaged, which chats report."""
@@ -113,27 +128,25 @@ class HFTokenizer:
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id."""
-        parts = self._tokenizer_json.get("decoder") or {}
-        kinds = {part.get("type") for part in (parts, *parts.get("decoders", []))}
-        added = {i: t.content for i, t in self._core.get_added_tokens_decoder().items()}
+        decoder = self._tokenizer_json.get("decoder") or {}
+        parts = [decoder, *decoder.get("decoders", [])]
+        kinds = {part.get("type") for part in parts}
+        spell: Callable[[str], bytes]
         if "ByteLevel" in kinds:
             spell = _byte_level_bytes
         elif kinds & {"ByteFallback", "Metaspace", "Replace"}:
-            spell = _sentencepiece_bytes
+            spell = partial(_sentencepiece_bytes, replacements=_replacements(parts))
         else:
             raise DataError(
-                f"{self.folder / TOKENIZER_FILE}: its decoder is {parts.get('type')!r}",
+                f"{self.folder / TOKENIZER_FILE}: its decoder is {decoder.get('type')!r}",
                 expected="byte-level BPE or SentencePiece, whose tokens spell bytes",
                 do="run this model with its own library",
             )
+        raw = set(self.added_tokens.values()) if "ByteLevel" in kinds else set()  # outside that alphabet
         out = []
         for i in range(self.vocab_size):
-            if i in self.all_special_ids:
-                out.append(b"")
-            elif i in added:
-                out.append(added[i].encode())
-            else:
-                out.append(spell(self._core.id_to_token(i) or ""))
+            token = "" if i in self.all_special_ids else self._core.id_to_token(i) or ""
+            out.append(token.encode() if i in raw else spell(token))
         return out
 
     def banned_ids(self, n_rows: int, keep: Collection[int] = ()) -> list[int]:
@@ -148,7 +161,7 @@ class HFTokenizer:
         """Return a prompt's ids as in training, with the prefix that the tokenizer adds.
 
         Raises:
-            DataError: `text` holds a lone surrogate, which has no bytes.
+            DataError: `text` holds a lone surrogate, which has no bytes; the tokenizer fails on it.
         """
         try:
             text.encode()
@@ -157,7 +170,7 @@ class HFTokenizer:
                 f"the prompt holds {text[error.start]!r} at {error.start}",
                 expected="text that UTF-8 can spell",
             ) from error
-        ids = list(self._core.encode(text, add_special_tokens=True).ids)
+        ids = self._encode(self._core, text, add_special_tokens=True)
         while ids and ids[-1] in self.end_ids and len(ids) > 1:
             ids.pop()  # some templates append an end token
         return ids or [self.end_ids[0] if self.end_ids else 0]
@@ -195,7 +208,28 @@ class HFTokenizer:
     def encode(self, data: str, *, allow_special: bool = False) -> list[int]:
         """Return the ids of `data` without added prefix or suffix. Special tokens are text unless `allow_special`."""
         core = self._core if allow_special else self._core_without_special
-        return list(core.encode(data, add_special_tokens=False).ids)
+        return self._encode(core, data, add_special_tokens=False)
+
+    def _encode(self, core: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+        with self._panic_as_error():
+            return list(core.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    @contextmanager
+    def _panic_as_error(self) -> Iterator[None]:
+        """Convert a panic of the library, such as a regular expression at its retry limit, to a DataError.
+
+        pyo3's PanicException is no `Exception`, and no module exports it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise DataError(
+                f"{self.folder / TOKENIZER_FILE}: the tokenizer fails on this text: {error}",
+                expected="text that its split pattern reads within the library's limits",
+                do="send other text, or use a simpler pattern",
+            ) from None
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Return the ids of each text as `transformers` encodes it, in threads. Special tokens in a text are matched.
@@ -203,7 +237,8 @@ class HFTokenizer:
         Args:
             add_special_tokens: with the prefix and suffix of the tokenizer's template, such as <s>.
         """
-        found = self._core.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        with self._panic_as_error():
+            found = self._core.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [list(encoding.ids) for encoding in found]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> bytes:
@@ -249,10 +284,26 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    return bytes(BYTE_OF_CHAR[c] for c in token if c in BYTE_OF_CHAR)
+    """Return the bytes of a token in the byte-level alphabet; a token with another character is its own text."""
+    if all(c in BYTE_OF_CHAR for c in token):
+        return bytes(BYTE_OF_CHAR[c] for c in token)
+    return token.encode()
 
 
-def _sentencepiece_bytes(token: str) -> bytes:
+def _replacements(parts: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return (text, its replacement) of each decoder step that replaces text, in order."""
+    found = []
+    for part in parts:
+        if part.get("type") == "Metaspace":
+            found.append((str(part.get("replacement", "\u2581")), " "))
+        elif part.get("type") == "Replace" and "String" in part["pattern"]:
+            found.append((str(part["pattern"]["String"]), str(part["content"])))
+    return found
+
+
+def _sentencepiece_bytes(token: str, replacements: Iterable[tuple[str, str]]) -> bytes:
     if byte := _BYTE.fullmatch(token):
         return bytes([int(byte[1], 16)])
-    return token.replace("\u2581", " ").encode()
+    for old, new in replacements:
+        token = token.replace(old, new)
+    return token.encode()

@@ -16,8 +16,9 @@ Subtle: the pattern reads at most one character past the end of a match, and nev
 and every engine runs it as a plain automaton, and (2) a piece that ends before the end of the text so far is final. Streams
 rely on that, and on `SAFE_BORDER`: between a letter or digit and a space or line break there is always a border. Bytes that
 are not UTF-8 form separate pieces (`split_invalid_utf8`), so any bytes are learned from, encoded and decoded exactly.
-ASCII text uses `re`, which gives the same pieces as `regex` in half the time. A tokenizer may have another pattern, as
-GPT-2's; then none of this holds, and `regex` splits all text.
+ASCII text uses `re`, which gives the same pieces as `regex` in half the time. A tokenizer may have another pattern; then
+`regex` splits all text. The named ones look ahead, past runs of blanks, so (2) does not hold for them; they stream by their
+own safe borders, `NAMED_BORDER`.
 """
 
 from __future__ import annotations
@@ -40,14 +41,31 @@ from whorl.machine.device_probe import usable_cores
 # indentation after them | other blanks.
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^ \t\r\n\p{L}\p{N}]+[\r\n]*[ \t]*|[\r\n]+[ \t]*|[ \t]+"
 
-# Patterns by name. GPT-2's is that of its `encoder.py`.
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# Patterns by name. GPT-2's is that of its `encoder.py`, cl100k is GPT-4's and Llama 3's, o200k GPT-4o's.
 PATTERNS = {
     "whorl": PATTERN,
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "cl100k": rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}",
+    "qwen2": rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}",
+    "o200k": rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}",
 }
 
 # Between a letter or digit and a blank there is a border in any text, for any surroundings.
 SAFE_BORDER = regex.compile(r"(?r)(?<=[A-Za-z0-9])[ \t\r\n]")
+# The same for the other named patterns. In their pieces, neither a blank nor a sign except "'" follows a letter or digit.
+# Before a space or tab there are blanks only. The lookahead is at the end of a run of blanks, which no such border follows.
+# Only characters that every version of Unicode puts into these classes are listed.
+NAMED_BORDER = regex.compile(
+    r"(?r)(?<=[A-Za-z0-9\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])"
+    r"[\t-\r !-&(-/:-@\[-`{-~\u3000-\u3002\uff01\uff0c\uff1f]|(?<=\S)[ \t\u3000]"
+)
+BORDERS = {pattern: SAFE_BORDER if pattern == PATTERN else NAMED_BORDER for pattern in PATTERNS.values()}
 
 _unicode_pattern = regex.compile(PATTERN)
 _ascii_pattern = re.compile(

@@ -12,7 +12,8 @@ Subtle:
   each token by rank, every pair that spells it. `ignore_merges` takes a pre-token that is a token whole, as tiktoken does.
 - *Streams.* A pre-token that ends before the end of the text so far is final (see `pretokens`), so a stream is encoded up to
   such a position and gives the ids of the whole. Memory is bounded by the chunk and the longest pre-token; time is linear.
-  This is a property of our pattern. With another one, a stream is held until a special token or its end.
+  Named patterns (GPT-2's, cl100k, Qwen2's, o200k) are cut at safe borders; memory is bounded by the chunk and the longest
+  text without one. With any other pattern, a stream is held until a special token or its end.
 - *pad is not eos*: a model must learn to end, and must never learn from padding.
 """
 
@@ -47,7 +48,7 @@ class Tokenizer:
     Args:
         tokens: byte strings by rank, the 256 single bytes first.
         special_tokens: further special tokens, after `<|bos|>`, `<|eos|>` and `<|pad|>`.
-        pattern: regular expression of the pre-tokens, or a name: "whorl" (`pretokens.PATTERN`) or "gpt2".
+        pattern: regular expression of the pre-tokens, or a name of `pretokens.PATTERNS`.
 
     Raises:
         ConfigError: a special token or the pattern cannot be used.
@@ -239,13 +240,14 @@ class Tokenizer:
             ordinary = sorted((i, t) for t, i in vocabulary.items())
             tokens = [bytes(bpe.BYTE_OF_CHAR[c] for c in token) for _, token in ordinary]
             specials = [str(entry["content"]) for entry in sorted(added, key=lambda entry: int(entry["id"]))]
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path} cannot be read as a tokenizer: {type(error).__name__}: {error}",
                 expected="a tokenizer.json written by whorl",
                 do="check the path, or train the tokenizer again",
             ) from error
-        if specials[:3] != [BOS, EOS, PAD] or [i for i, _ in ordinary] != list(range(len(ordinary))):
+        ids = sorted([*vocabulary.values(), *(int(entry["id"]) for entry in added)])
+        if specials[:3] != [BOS, EOS, PAD] or ids != list(range(len(ids))):
             raise DataError(
                 f"{path} has the special tokens {specials[:3]}, or gaps between its ids",
                 expected=f"a tokenizer.json written by whorl, with {BOS}, {EOS} and {PAD}",
@@ -254,7 +256,14 @@ class Tokenizer:
         return cls(tokens, specials, pattern=pattern)
 
     def _encode_text(self, text: str) -> Ids:
-        ids = np.frombuffer(self._core.encode_to_tiktoken_buffer(text, set()), dtype=np.uint32)
+        try:
+            ids = np.frombuffer(self._core.encode_to_tiktoken_buffer(text, set()), dtype=np.uint32)
+        except ValueError as error:  # only patterns with lookaround have limits
+            raise DataError(
+                f"the split pattern {self.pattern!r} fails on this text: {error}",
+                expected="text without a run of a million equal characters",
+                do="send other text, or train the tokenizer with another pattern",
+            ) from error
         if self.pattern != pretokens.PATTERN and sum(len(self.token_bytes[i]) for i in ids.tolist()) != len(
             text.encode()
         ):
@@ -288,10 +297,13 @@ class Tokenizer:
                 if match.start() >= limit:
                     break
                 start = match.end()
-        if start >= limit or self.pattern != pretokens.PATTERN:
+        borders = pretokens.BORDERS.get(self.pattern)
+        if start >= limit or borders is None:
             return start
-        if border := pretokens.SAFE_BORDER.search(text, start, limit):
+        if border := borders.search(text, start, limit):
             return int(border.start())
+        if self.pattern != pretokens.PATTERN:
+            return start
         # No safe border: split the text as encoding does, from the last run of invalid bytes.
         for run in pretokens.INVALID_RUN.finditer(text, start):
             if run.end() == len(text):  # the run may continue
