@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "numpy", "pyarrow", "duckdb", "pydantic", "safetensors", "tiktoken", "regex")
 # Variables that can change a result. Others (keys, addresses, folders) are not recorded.
 SETTINGS = (
-    "WHORL_CHOICES", "WHORL_CHOOSE", "WHORL_DEVICE", "WHORL_DTYPE", "WHORL_FORK_SERVER", "WHORL_KERNELS",
-    "WHORL_NATIVE", "WHORL_THREADS",
+    "WHORL_CHOICES", "WHORL_CHOOSE", "WHORL_CODE", "WHORL_DEVICE", "WHORL_DTYPE", "WHORL_FORK_SERVER",
+    "WHORL_KERNELS", "WHORL_NATIVE", "WHORL_THREADS",
 )  # fmt: skip
 
 
