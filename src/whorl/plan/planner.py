@@ -89,6 +89,7 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
     if budget.seconds is not None and timing is not None:
         usable = budget.seconds - timing.startup_seconds
         steps = int(usable / (timing.mean_step_seconds(job.long_ratio) * (1 + LOOP_OVERHEAD)))
+        job = job.model_copy(update={"seconds": budget.seconds})
     else:
         steps = int((budget.flops or 0.0) / step_flops)
     if steps < MIN_STEPS:

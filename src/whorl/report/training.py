@@ -88,6 +88,7 @@ def training_blocks(records: Records, objective: str = "") -> Iterator[Block]:
     lines = lines or ["The loss decreased smoothly; no sudden drop was found."]
     overfits = [f"{r['message']}; {r['action']}." for r in records if r.get("event") == "overfitting"]
     lines += [f"Overfitting at step {points[-1].step:,}: {line}" for line in overfits[-1:]]
+    lines += [f"{r['message']}; {r['action']}." for r in records if r.get("event") == "behind"]
     yield Text(section="Training", lines=[*objective_lines(objective), *lines])
     yield from _curves(records, points, induction, drop)
     yield from event_table(records)

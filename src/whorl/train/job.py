@@ -36,6 +36,7 @@ NON_IDENTITY_FIELDS = {
     "serial_loader",
     "stream",
     "activation_budget",
+    "seconds",
 }
 
 
@@ -69,6 +70,11 @@ class Job(BaseModel):
         default=None, description="of all replicas together; default: unlimited (resilience/memory_budget.py)"
     )
     steps: int = Field(ge=1)
+    seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="planned for training; a slower run is shortened (resilience/deadline.py)",
+    )
     long_ratio: float = Field(
         default=0.0,
         ge=0,
@@ -164,8 +170,8 @@ def first_long_step(job: Job) -> int:
     return min(job.steps, round(job.steps * (1 - job.long_ratio)))
 
 
-def row_shape(job: Job, step: int) -> RowShape:
-    """Return the rows of step `step` (from 0): at the end of the run longer and fewer, with as many tokens."""
+def row_shape(job: Job, step: float) -> RowShape:
+    """Return the rows of planned step `step` (from 0): at the end of the run longer and fewer, with as many tokens."""
     n = LONG_FACTOR if job.long_ratio and step >= first_long_step(job) else 1
     return RowShape(job.seq_len * n, job.batch_size // n)
 

@@ -6,10 +6,10 @@
                   evaluation, checkpoint
     end           the last step, `StopTraining`, SIGTERM or an error; then processes, threads and files are released
 
-The weights depend on the task and the step number only: data order, learning rates, seed. No clock and no measured speed
-enters. So a run that was killed and resumed ends with the same bits as an undisturbed one. Time decides only when a
-checkpoint is taken. Rank 0 copies it from shared memory while the other replicas compute the next gradients: weights
-change only after a barrier.
+The weights depend on the task and the step number only: data order, learning rates, seed. So a run that was killed and
+resumed ends with the same bits as an undisturbed one. Time decides when a checkpoint is taken, and it shortens a run that
+was planned by time and falls behind its plan (`resilience/deadline.py`). Rank 0 copies a checkpoint from shared memory while
+the other replicas compute the next gradients: weights change only after a barrier.
 
 See `resilience/` for the spike guard, rollbacks, preemption and the heartbeat.
 """
@@ -59,7 +59,6 @@ class Trainer(Generic[R]):
     moe: MoEBalancer
     loss_scaler: LossScaler | None
     callback_error: Exception | None  # raised by `on_event` in this step
-    last: int  # step of this call
     rounds_done: int  # of the learner, before this call
 
     def __init__(
@@ -158,7 +157,7 @@ class Trainer(Generic[R]):
         task, options, metadata = self.task, self.options, start.metadata
         if options.threads is not None and not options.deterministic:
             torch.set_num_threads(options.threads)
-        self.shared, self.last = shared, start.last
+        self.shared, self.start = shared, start
         self.steps_done = self.last_saved_step = start.first
         self.stopped, self.callback_error = False, None
         self.task_state: dict[str, Any] = metadata.get("task", {})
@@ -203,6 +202,11 @@ class Trainer(Generic[R]):
         finally:
             task.close()
 
+    @property
+    def last(self) -> int:
+        """The last step of this call."""
+        return min(self.start.last, self.task.steps)
+
     def _on_step_end(self, done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
         task, skipped = self.task, "skipped" in metrics
         self.moe.discard_step() if skipped else self.moe.on_step_end(done)
@@ -233,6 +237,8 @@ class Trainer(Generic[R]):
             if self.stopwatch.requested:
                 self.stopwatch.phase = "between steps"
                 raise Preempted
+        if done == self.last < self.start.last:
+            raise StopTraining
 
     def _follow_guard(self, done: int) -> None:
         """Report what the spike guard decided in this step, and roll back if necessary.
@@ -380,7 +386,7 @@ class Trainer(Generic[R]):
         event["step"] = done
         if self.group.rank:
             return
-        if event["kind"] not in ("rollback", "stall", "overfitting"):
+        if event["kind"] not in ("rollback", "stall", "overfitting", "behind"):
             event = {**event, **self.task.documents(done - 1, self.task_state)}
         self.log(event_line(done, event))
         if self.callback is not None:

@@ -80,7 +80,11 @@ def branch_job(job: Job, fraction: float) -> Job:
         "warmup_ratio": ScheduleConfig().warmup_ratio,
     }
     return job.model_copy(
-        update={"steps": round(fraction * job.steps), "schedule": job.schedule.model_copy(update=schedule)}
+        update={
+            "steps": round(fraction * job.steps),
+            "seconds": None,
+            "schedule": job.schedule.model_copy(update=schedule),
+        }
     )
 
 

@@ -1,6 +1,7 @@
 """Pretraining as a task of the trainer: next-token prediction on batches of text, with periodic validation.
 
-The weights depend only on `Job` and the step number, so a resumed run ends with the same bits (`train/trainer.py`).
+The weights depend only on `Job` and the step number, so a resumed run ends with the same bits (`train/trainer.py`). A job
+with planned seconds is shortened if it falls behind (`resilience/deadline.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import cached_property
-from itertools import islice
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,15 @@ from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.config import CheckpointConfig
-from whorl.train.job import Job, first_long_step, identity, row_shape, steps_per_epoch, stream_config
+from whorl.train.job import (
+    Job,
+    RowShape,
+    first_long_step,
+    identity,
+    row_shape,
+    steps_per_epoch,
+    stream_config,
+)
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
@@ -38,6 +47,7 @@ from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.metrics.meter import Meter
 from whorl.train.metrics.validation import BestWeights, Validator
 from whorl.train.optim import lr_schedule, mup
+from whorl.train.resilience.deadline import Deadline
 from whorl.train.resilience.oom_advice import OutOfMemoryError, suggest
 from whorl.train.resilience.provenance import documents_in_batch
 from whorl.train.trainer import RunOptions, Task, TrainCallback, Trainer
@@ -120,6 +130,7 @@ class PretrainTask(Task[Batch]):
         self.uniform_loss = math.log(job.model.vocab_size)
         self.evaluate_every = max(1, math.ceil(job.steps / job.evaluations))
         self.meter, self.best = Meter(), BestWeights()
+        self.deadline = Deadline(job.steps, job.seconds)
         self.stream_state: dict[str, Any] | None = None  # position of the next batch in raw text
 
     @cached_property
@@ -166,7 +177,7 @@ class PretrainTask(Task[Batch]):
         )  # fmt: skip
 
     def batches(self, first: int) -> AbstractContextManager[Iterator[Batch]]:
-        self.records: Any = _batches(self.job, self.trainer.group, first, self.stream_state)
+        self.records: Any = _batches(self.job, self.trainer.group, first, self.rows, self.stream_state)
         return cast("AbstractContextManager[Iterator[Batch]]", self.records)
 
     def minibatches(self, record: Batch) -> list[list[MicroBatch]]:
@@ -175,17 +186,34 @@ class PretrainTask(Task[Batch]):
         return [_micro_batches(record, self.job)]
 
     def lr_scale(self, step: int) -> float:
-        return lr_schedule.lr_scale(step, self.job.steps, self.job.schedule)
+        return lr_schedule.lr_scale(self.deadline.planned(step), self.job.steps, self.job.schedule)
+
+    def rows(self, step: int) -> RowShape:
+        """Return the rows of a step."""
+        return row_shape(self.job, self.deadline.planned(step))
 
     def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
         self.meter.add(metrics, clock.pop_seconds())
+        self._follow_clock(steps_done)
         is_due = steps_done % max(1, self.steps // 500) == 0 or steps_done == self.trainer.last
         if not (is_due and self.meter.tokens):
             return None
         averages = self.meter.pop_metrics()
         rates = learning_rates(self.networks, self.job, self.lr_scale(steps_done - 1))
-        flops = self.networks.flops_per_token(row_shape(self.job, steps_done - 1).seq_len)
+        flops = self.networks.flops_per_token(self.rows(steps_done - 1).seq_len)
         return {**averages, "flops_per_second": averages["tokens_per_second"] * flops, **rates}
+
+    def _follow_clock(self, steps_done: int) -> None:
+        on_time = self.deadline.rate == 1
+        if not self.deadline.follow(steps_done, self.trainer.group):
+            return
+        self.steps = self.deadline.steps
+        if on_time:
+            seconds, planned = self.deadline.seconds, self.job.seconds
+            message = f"after {seconds:,.0f} s training is behind its plan of {planned:,.0f} s, {self.job.steps:,} steps"
+            action = f"the decay starts earlier; at this speed {self.steps:,} steps"
+            event = {"kind": "behind", "message": message, "action": action, "steps": self.steps}
+            self.trainer.report_event(steps_done, event)
 
     def evaluate_at(self, steps_done: int) -> bool:
         return steps_done % self.evaluate_every == 0 or steps_done == self.steps
@@ -202,14 +230,20 @@ class PretrainTask(Task[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         stream = {"stream": self.records.state} if isinstance(self.records, StreamBatches) else {}
-        return {"meter": self.meter.state_dict(), "best": self.best.state, **stream}
+        return {
+            "meter": self.meter.state_dict(),
+            "best": self.best.state,
+            "deadline": self.deadline.state_dict(),
+            **stream,
+        }
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.meter, self.best = Meter(state.get("meter")), BestWeights(state.get("best"))
-        self.stream_state = state.get("stream")
+        self.deadline = Deadline(self.job.steps, self.job.seconds, state.get("deadline"))
+        self.steps, self.stream_state = self.deadline.steps, state.get("stream")
 
     def documents(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
-        return documents_in_batch(self.job, step, state.get("stream"))
+        return documents_in_batch(self.job, step, state.get("stream"), self.rows(step))
 
     def out_of_memory(self, error: Exception) -> OutOfMemoryError:
         return suggest(error, self.job)
@@ -227,11 +261,17 @@ def learning_rates(model: LanguageModel, job: Job, lr_scale: float) -> dict[str,
     return {f"learning_rate{name}": lr_scale * rate for name, rate in rates.items()}
 
 
-def _batches(job: Job, process_group: ProcessGroup, first: int, stream_state: dict[str, Any] | None) -> Any:
+def _batches(
+    job: Job,
+    process_group: ProcessGroup,
+    first: int,
+    rows_of: Callable[[int], RowShape],
+    stream_state: dict[str, Any] | None,
+) -> Any:
     """This replica's share of the batches from number `first` on: an iterator and a context."""
     stream = job.stream
     if stream is None:
-        return closing(_token_batches(job, process_group, first))
+        return closing(_token_batches(job, process_group, first, rows_of))
     workers = 0 if job.serial_loader else stream.workers
     return StreamBatches(
         stream_config(job, stream),
@@ -243,12 +283,12 @@ def _batches(job: Job, process_group: ProcessGroup, first: int, stream_state: di
     )
 
 
-def _token_batches(job: Job, process_group: ProcessGroup, first: int) -> Iterator[Slot[TokenBatch]]:
-    """Yield the batches of a token set from number `first` on; both loaders of a run with long rows start at once."""
-    switch = first_long_step(job)
+def _token_batches(
+    job: Job, process_group: ProcessGroup, first: int, rows_of: Callable[[int], RowShape]
+) -> Iterator[Slot[TokenBatch]]:
+    """Yield the batches of a token set from number `first` on. That of long rows opens at once, at its planned step."""
 
-    def reader(start: int) -> FIFOReader[TokenBatch]:
-        rows = row_shape(job, start)
+    def reader(start: int, rows: RowShape) -> FIFOReader[TokenBatch]:
         return open_batches(
             Path(job.tokens),
             "train",
@@ -262,10 +302,15 @@ def _token_batches(job: Job, process_group: ProcessGroup, first: int) -> Iterato
         )
 
     with ExitStack() as stack:
-        starts = [first] if first >= switch else [first, switch] if job.long_ratio else [first]
-        readers = [stack.enter_context(reader(start)) for start in starts]
-        for start, end, batches in zip(starts, [*starts[1:], None], readers, strict=True):
-            yield from islice(batches, None if end is None else end - start)
+        rows, switch = rows_of(first), first_long_step(job)
+        batches = stack.enter_context(reader(first, rows))
+        is_ahead = rows != row_shape(job, job.steps)
+        ahead = stack.enter_context(reader(switch, row_shape(job, switch))) if is_ahead else batches
+        for step in count(first):
+            if rows_of(step) != rows:  # a run behind its plan has long rows earlier
+                rows = rows_of(step)
+                batches = ahead if step == switch else stack.enter_context(reader(step, rows))
+            yield next(batches)
 
 
 def _micro_batches(batch: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[MicroBatch]:

@@ -14,8 +14,9 @@ decay branch for each (`lm/decay_branches.py`).
 The factor of warm-up step s = 0, 1, ... is (s + 1) / warm-up steps: the first step already learns. With the definition
 s / warm-up steps, as in Hugging Face's schedules, each of these values comes one step later. After the warm-up both agree.
 
-The functions have no state, so a resumed run gets the factors of an undisturbed run. `step` counts from 0 to total - 1.
-The minimum is reached at `total`, so the last step is one step above it.
+The functions have no state, so a resumed run gets the factors of an undisturbed run. `step` counts from 0 to total - 1. In a
+run behind its plan it is a fraction (`resilience/deadline.py`). The minimum is reached at `total`, so the last step is one
+step above it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from whorl.errors import ConfigError
 from whorl.train.config import ScheduleConfig
 
 
-def lr_scale(step: int, total: int, config: ScheduleConfig) -> float:
+def lr_scale(step: float, total: int, config: ScheduleConfig) -> float:
     """Return the factor, above 0 and at most 1, at `step` (from 0) of `total`."""
     warm = warmup_steps(total, config)
     falling = config.decay_ratio * total if config.kind == "wsd" else total - warm
@@ -34,7 +35,7 @@ def lr_scale(step: int, total: int, config: ScheduleConfig) -> float:
 
 
 def _lr_scale(
-    kind: str, step: int, total: int, rise_steps: float, decay_steps: float, min_lr_ratio: float
+    kind: str, step: float, total: int, rise_steps: float, decay_steps: float, min_lr_ratio: float
 ) -> float:
     """Return the factor; `rise_steps` and `decay_steps` may be fractional."""
     rising = (step + 1) / max(1.0, rise_steps)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from torch.profiler import profile as torch_profile
 from whorl.machine.device_probe import measure_peaks
 from whorl.models import LanguageModel
 from whorl.parallel.process_group import ProcessGroup, spawn_replicas
-from whorl.train.job import Job
+from whorl.train.job import Job, row_shape
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.lm import objective as language
@@ -223,7 +224,7 @@ def _run(
 def _open_batches(job: Job, process_group: ProcessGroup) -> Any:
     """This replica's share of the batches, an iterator and a context."""
     if job.tokens or job.stream is not None:
-        return _batches(job, process_group, 0, None)
+        return _batches(job, process_group, 0, partial(row_shape, job), None)
     rows = job.batch_size // job.replicas
     made = [random_batch(job, rows, BATCHES * process_group.rank + n) for n in range(BATCHES)]
     return nullcontext(

@@ -12,19 +12,21 @@ from typing import Any
 from whorl.errors import WhorlError
 from whorl.tokens.loader import TokenProducer
 from whorl.tokens.stream import StreamProducer
-from whorl.train.job import Job, JobStreamConfig, row_shape, stream_config
+from whorl.train.job import Job, JobStreamConfig, RowShape, row_shape, stream_config
 
 MAX_DOCUMENTS = 20  # listed at most; all are counted
 
 
-def documents_in_batch(job: Job, batch_index: int, stream_state: dict[str, Any] | None) -> dict[str, Any]:
+def documents_in_batch(
+    job: Job, batch_index: int, stream_state: dict[str, Any] | None, rows: RowShape | None = None
+) -> dict[str, Any]:
     """The documents of a batch: {"documents": [{"id", "path", "source", ...}], "n_documents"}.
 
-    stream_state: position at which the batch starts in raw text.
+    rows: of the batch, if the run is behind its plan. stream_state: position at which the batch starts in raw text.
     """
     try:
         found = (
-            _from_tokens(job, batch_index)
+            _from_tokens(job, batch_index, rows or row_shape(job, batch_index))
             if job.stream is None
             else _from_stream(job, job.stream, stream_state)
         )
@@ -38,8 +40,7 @@ def documents_in_batch(job: Job, batch_index: int, stream_state: dict[str, Any] 
     return {"documents": found[:MAX_DOCUMENTS], "n_documents": len(found)}
 
 
-def _from_tokens(job: Job, batch_index: int) -> list[dict[str, Any]]:
-    rows = row_shape(job, batch_index)
+def _from_tokens(job: Job, batch_index: int, rows: RowShape) -> list[dict[str, Any]]:
     producer = TokenProducer(Path(job.tokens), "train", rows.seq_len, rows.batch_size, job.seed)
     table = producer.stream.documents
     numbers = producer.documents_in_batch(batch_index)

@@ -111,6 +111,7 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
     for role in ("tokens", "tokenizer"):
         ctx.parents[role].check()
     planned = read_plan(ctx).job
+    deterministic = config.train.deterministic or planned.deterministic
     job = Job.model_validate(
         {
             **dict(planned),
@@ -120,7 +121,9 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
             "long_ratio": 0.0 if config.stream is not None else planned.long_ratio,
             "serial_loader": config.serial_loader,
             "activation_budget": config.run.activation_budget,
-            "deterministic": config.train.deterministic or planned.deterministic,
+            "deterministic": deterministic,
+            # No clock decides where bits are promised, nor where branches start at planned steps.
+            "seconds": None if deterministic or config.decay_branches else planned.seconds,
             "seed": planned.seed if config.seed is None else config.seed,
         }
     )

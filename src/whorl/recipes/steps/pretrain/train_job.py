@@ -81,22 +81,23 @@ def train_and_save(
     last = last_values(curve)
     speeds = sorted(record["tokens_per_second"] for record in curve if "tokens_per_second" in record)
     speed = speeds[len(speeds) // 2] if speeds else 0.0
-    params = model.params()
+    params, steps = model.params(), max(record["step"] for record in curve)
     size = f"{params['total'] / 1e6:.1f} M parameters"
     if tables := params.get("ngram"):
         size += f", {tables / 1e6:.1f} M of them in look-up tables"
     ctx.summary.update(
         seconds=result.seconds,
         sample_prompt=prompt,
-        steps=job.steps,
-        tokens=job.steps * job.batch_size * job.seq_len,
+        steps=steps,
+        tokens=steps * job.batch_size * job.seq_len,
         params=params,
         peak_memory_bytes=max((record.get("memory_bytes", 0) for record in curve), default=0),
         events=sum("event" in record for record in curve),
         final=last,
         tokens_per_second=speed,
         checkpoints=stats.to_json(),
-        headline=f"{size}; {describe_held_out(last)}; {speed:,.0f} tokens/s",
+        headline=f"{size}; {describe_held_out(last)}; {speed:,.0f} tokens/s"
+        + (f"; {steps:,} of {job.steps:,} steps, to end on time" if steps < job.steps else ""),
     )
     ctx.report = training_report(
         curve, ctx.summary, config=json.loads((ctx.out / "config.json").read_text()), objective="next_token",
