@@ -352,9 +352,9 @@ def test_expert_loads_are_drawn_and_described() -> None:
 
 
 def test_environment_is_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHORL_HOME", "store")
+    monkeypatch.setenv("WHORL_THREADS", "2")
     found = step_environment()
-    assert found["memory"].endswith("B") and "torch" in found and found["settings WHORL_HOME"] == "store"
+    assert found["memory"].endswith("B") and "torch" in found and found["settings WHORL_THREADS"] == "2"
     assert not any("_" in key for key in found if not key.startswith("settings "))
 
 
