@@ -116,14 +116,14 @@ def test_branch_rolls_back_to_its_start(
     # NaN for the letter x, which is in no text
     whole = poisoned(tokens, tmp_path / "whole", steps=12, spike_guard=watch)
     start = stable_state(whole, tmp_path / "whole", 3, stop_after=4)
-    plain = module._micro_batches
+    plain = module.micro_batches
 
     def spoilt(record: Any, of: Job) -> Any:
         parts = plain(record, of)
         parts[0]["tokens"][:] = ord("x")
         return parts
 
-    monkeypatch.setattr(module, "_micro_batches", spoilt)
+    monkeypatch.setattr(module, "micro_batches", spoilt)
     notes, budget = Notes(), branches.branch_job(whole, 0.5)
     back = train(budget, tmp_path / "branch", notes, branch_start=start, stop_after=5)
     assert "rolled back to step 3" in notes.events[-1]["action"]

@@ -213,14 +213,14 @@ def test_run_with_events_resumes_bit_exact(tokens: Path, tmp_path: Path, watch: 
 
 def change_batches(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, dict[str, Any]], None]) -> None:
     """Call `change` with the number and the micro-batch of each step."""
-    plain, calls = module._micro_batches, itertools.count()
+    plain, calls = module.micro_batches, itertools.count()
 
     def changed(record: Any, of: Job) -> Any:
         parts = plain(record, of)
         change(next(calls), parts[0])
         return parts
 
-    monkeypatch.setattr(module, "_micro_batches", changed)
+    monkeypatch.setattr(module, "micro_batches", changed)
 
 
 def test_rollback_restores_last_snapshot(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +18,7 @@ from torch import Tensor
 
 from whorl.errors import BudgetError
 from whorl.models import LanguageModel, load_model
-from whorl.parallel.process_group import ProcessGroup
-from whorl.slots import FIFOReader, Slot
-from whorl.tokens.loader import TokenBatch, TokenProducer, open_batches
+from whorl.tokens.loader import TokenProducer
 from whorl.tokens.stream import StreamBatches
 from whorl.tracking.seeds import derive
 from whorl.train.checkpoint.format import Checkpoint
@@ -31,15 +28,14 @@ from whorl.train.config import CheckpointConfig
 from whorl.train.job import (
     Job,
     RowShape,
-    first_long_step,
     identity,
     row_shape,
     steps_per_epoch,
-    stream_config,
 )
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
+from whorl.train.lm.batches import Batch, micro_batches, open_job_batches
 from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.lm.decay_branches import load_branch
 from whorl.train.lm.precision import activation_dtype
@@ -51,13 +47,6 @@ from whorl.train.resilience.deadline import Deadline
 from whorl.train.resilience.oom_advice import OutOfMemoryError, suggest
 from whorl.train.resilience.provenance import documents_in_batch
 from whorl.train.trainer import RunOptions, Task, TrainCallback, Trainer
-
-Batch = Slot[TokenBatch] | dict[str, Tensor]
-UNPACKED_FIELDS = (
-    "tokens",
-    "targets",
-    "loss_mask",
-)  # the fields of a batch whose rows hold one document each
 
 
 def pretrain(
@@ -177,13 +166,15 @@ class PretrainTask(Task[Batch]):
         )  # fmt: skip
 
     def batches(self, first: int) -> AbstractContextManager[Iterator[Batch]]:
-        self.records: Any = _batches(self.job, self.trainer.group, first, self.rows, self.stream_state)
+        self.records: Any = open_job_batches(
+            self.job, self.trainer.group, first, self.rows, self.stream_state
+        )
         return cast("AbstractContextManager[Iterator[Batch]]", self.records)
 
     def minibatches(self, record: Batch) -> list[list[MicroBatch]]:
         if self.trainer.moe.stochastic:  # seeded by step number, so that a resumed run draws the same numbers
             torch.manual_seed(derive(self.job.seed, "dropout", self.learner.rounds, self.trainer.group.rank))
-        return [_micro_batches(record, self.job)]
+        return [micro_batches(record, self.job)]
 
     def lr_scale(self, step: int) -> float:
         return lr_schedule.lr_scale(self.deadline.planned(step), self.job.steps, self.job.schedule)
@@ -259,68 +250,3 @@ def learning_rates(model: LanguageModel, job: Job, lr_scale: float) -> dict[str,
     if any(name.startswith("memory.") for name, _ in model.named_parameters()):
         rates["/ngram"] = optim.lr_ngram
     return {f"learning_rate{name}": lr_scale * rate for name, rate in rates.items()}
-
-
-def _batches(
-    job: Job,
-    process_group: ProcessGroup,
-    first: int,
-    rows_of: Callable[[int], RowShape],
-    stream_state: dict[str, Any] | None,
-) -> Any:
-    """This replica's share of the batches from number `first` on: an iterator and a context."""
-    stream = job.stream
-    if stream is None:
-        return closing(_token_batches(job, process_group, first, rows_of))
-    workers = 0 if job.serial_loader else stream.workers
-    return StreamBatches(
-        stream_config(job, stream),
-        batch_size=job.batch_size,
-        workers=workers,
-        state=stream_state,
-        rank=process_group.rank,
-        world_size=process_group.size,
-    )
-
-
-def _token_batches(
-    job: Job, process_group: ProcessGroup, first: int, rows_of: Callable[[int], RowShape]
-) -> Iterator[Slot[TokenBatch]]:
-    """Yield the batches of a token set from number `first` on. That of long rows opens at once, at its planned step."""
-
-    def reader(start: int, rows: RowShape) -> FIFOReader[TokenBatch]:
-        return open_batches(
-            Path(job.tokens),
-            "train",
-            seq_len=rows.seq_len,
-            batch_size=rows.batch_size,
-            seed=job.seed,
-            start=start,
-            serial=job.serial_loader,
-            rank=process_group.rank,
-            world_size=process_group.size,
-        )
-
-    with ExitStack() as stack:
-        rows, switch = rows_of(first), first_long_step(job)
-        batches = stack.enter_context(reader(first, rows))
-        is_ahead = rows != row_shape(job, job.steps)
-        ahead = stack.enter_context(reader(switch, row_shape(job, switch))) if is_ahead else batches
-        for step in count(first):
-            if rows_of(step) != rows:  # a run behind its plan has long rows earlier
-                rows = rows_of(step)
-                batches = ahead if step == switch else stack.enter_context(reader(step, rows))
-            yield next(batches)
-
-
-def _micro_batches(batch: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[MicroBatch]:
-    """Copy this replica's rows of a batch out of the slot and split them into micro-batches."""
-    if isinstance(batch, dict):
-        views, plain = batch, bool((batch["segment_ids"] <= 1).all())
-    else:
-        views, plain = batch.tensors(), bool(batch.data.single_segment)
-    names = UNPACKED_FIELDS if plain else (*UNPACKED_FIELDS, "segment_ids", "positions")
-    tensors = {name: views[name].to(job.device, copy=True) for name in names}
-    rows, length = tensors["tokens"].shape
-    size = max(1, job.micro_batch_size * job.seq_len // length) if job.micro_batch_size else rows
-    return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]

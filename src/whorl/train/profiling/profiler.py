@@ -37,9 +37,9 @@ from whorl.train.job import Job, row_shape
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.lm import objective as language
+from whorl.train.lm.batches import micro_batches, open_job_batches
 from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.lm.objective import LMObjective
-from whorl.train.lm.pretrain import _batches, _micro_batches
 from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.optim.lr_schedule import lr_scale as schedule_factor
 from whorl.train.profiling.inductor import KernelInstrumentation
@@ -169,7 +169,7 @@ def _run(
 
         def minibatches(record: Any) -> list[Any]:
             with ranges("data wait"):
-                return [_micro_batches(record, job)]
+                return [micro_batches(record, job)]
 
         def lr_factor(step: int) -> float:
             return schedule_factor(min(step, job.steps - 1), job.steps, job.schedule)
@@ -224,7 +224,7 @@ def _run(
 def _open_batches(job: Job, process_group: ProcessGroup) -> Any:
     """This replica's share of the batches, an iterator and a context."""
     if job.tokens or job.stream is not None:
-        return _batches(job, process_group, 0, partial(row_shape, job), None)
+        return open_job_batches(job, process_group, 0, partial(row_shape, job), None)
     rows = job.batch_size // job.replicas
     made = [random_batch(job, rows, BATCHES * process_group.rank + n) for n in range(BATCHES)]
     return nullcontext(

@@ -1,0 +1,90 @@
+"""The batches of a pretraining job: rows of a token set or of raw text, this replica's share, as micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from whorl.parallel.process_group import ProcessGroup
+from whorl.slots import FIFOReader, Slot
+from whorl.tokens.loader import TokenBatch, open_batches
+from whorl.tokens.stream import StreamBatches
+from whorl.train.job import Job, RowShape, first_long_step, row_shape, stream_config
+from whorl.train.learner.update import MicroBatch
+
+Batch = Slot[TokenBatch] | dict[str, Tensor]
+UNPACKED_FIELDS = (
+    "tokens",
+    "targets",
+    "loss_mask",
+)  # the fields of a batch whose rows hold one document each
+
+
+def open_job_batches(
+    job: Job,
+    process_group: ProcessGroup,
+    first: int,
+    rows_of: Callable[[int], RowShape],
+    stream_state: dict[str, Any] | None,
+) -> Any:
+    """This replica's share of the batches from number `first` on: an iterator and a context."""
+    stream = job.stream
+    if stream is None:
+        return closing(_token_batches(job, process_group, first, rows_of))
+    workers = 0 if job.serial_loader else stream.workers
+    return StreamBatches(
+        stream_config(job, stream),
+        batch_size=job.batch_size,
+        workers=workers,
+        state=stream_state,
+        rank=process_group.rank,
+        world_size=process_group.size,
+    )
+
+
+def _token_batches(
+    job: Job, process_group: ProcessGroup, first: int, rows_of: Callable[[int], RowShape]
+) -> Iterator[Slot[TokenBatch]]:
+    """Yield the batches of a token set from number `first` on. That of long rows opens at once, at its planned step."""
+
+    def reader(start: int, rows: RowShape) -> FIFOReader[TokenBatch]:
+        return open_batches(
+            Path(job.tokens),
+            "train",
+            seq_len=rows.seq_len,
+            batch_size=rows.batch_size,
+            seed=job.seed,
+            start=start,
+            serial=job.serial_loader,
+            rank=process_group.rank,
+            world_size=process_group.size,
+        )
+
+    with ExitStack() as stack:
+        rows, switch = rows_of(first), first_long_step(job)
+        batches = stack.enter_context(reader(first, rows))
+        is_ahead = rows != row_shape(job, job.steps)
+        ahead = stack.enter_context(reader(switch, row_shape(job, switch))) if is_ahead else batches
+        for step in count(first):
+            if rows_of(step) != rows:  # a run behind its plan has long rows earlier
+                rows = rows_of(step)
+                batches = ahead if step == switch else stack.enter_context(reader(step, rows))
+            yield next(batches)
+
+
+def micro_batches(batch: Batch, job: Job) -> list[MicroBatch]:
+    """Copy this replica's rows of a batch out of the slot and split them into micro-batches."""
+    if isinstance(batch, dict):
+        views, plain = batch, bool((batch["segment_ids"] <= 1).all())
+    else:
+        views, plain = batch.tensors(), bool(batch.data.single_segment)
+    names = UNPACKED_FIELDS if plain else (*UNPACKED_FIELDS, "segment_ids", "positions")
+    tensors = {name: views[name].to(job.device, copy=True) for name in names}
+    rows, length = tensors["tokens"].shape
+    size = max(1, job.micro_batch_size * job.seq_len // length) if job.micro_batch_size else rows
+    return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]
