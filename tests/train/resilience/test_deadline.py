@@ -57,7 +57,7 @@ def test_run_on_time_keeps_its_steps(clock: list[float], slowness: float) -> Non
     ],
     ids=["1.2", "2", "4", "from half", "in the decay", "in turns"],
 )
-def test_slow_run_ends_within_its_promise(clock: list[float], slowness: Callable[[float], float]) -> None:
+def test_slow_run_ends_on_time(clock: list[float], slowness: Callable[[float], float]) -> None:
     steps, seconds, path = finish(clock, slowness)
     assert steps < STEPS and 0.9 * PLANNED < seconds < 1.1 * PLANNED
     assert all(b - a >= 1 for a, b in itertools.pairwise(path))

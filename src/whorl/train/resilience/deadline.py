@@ -1,4 +1,4 @@
-"""A time budget is a promise: a run that falls behind its plan decays earlier and ends on time.
+"""The deadline of a run with a budget of time: behind its plan it decays earlier and ends on time.
 
 The learning-rate schedule and the length of the rows are functions of the planned step v, from 0 to N. A run on time has
 v = steps done. A run behind its plan advances v by a rate above 1 per step:

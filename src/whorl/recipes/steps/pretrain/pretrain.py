@@ -122,7 +122,7 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
             "serial_loader": config.serial_loader,
             "activation_budget": config.run.activation_budget,
             "deterministic": deterministic,
-            # No clock decides where bits are promised, nor where branches start at planned steps.
+            # No clock decides where equal bits are required, nor where branches start at planned steps.
             "seconds": None if deterministic or config.decay_branches else planned.seconds,
             "seed": planned.seed if config.seed is None else config.seed,
         }
