@@ -40,7 +40,10 @@ from whorl.corpus.deduplication.shingles import jaccard_similarity
 from whorl.corpus.mapreduce import LocalPool, RayTasks, UnitStore
 from whorl.errors import ConfigError
 
-TEXTS = st.lists(st.text("ab_ \n.é1字", max_size=40).map(str.encode), min_size=1, max_size=6)
+TEXT = st.builds(
+    lambda text, cut: text.encode()[cut:], st.text("ab_ \n.é1字京กあ。𠮷😀", max_size=40), st.integers(0, 3)
+)
+TEXTS = st.lists(TEXT | TEXT.map(lambda data: data[:-1]), min_size=1, max_size=6)
 CONFIGS = st.builds(
     MinHashConfig,
     hashes=st.sampled_from([5, 64, 70]), bands=st.just(2), rows=st.just(2), shingle=st.sampled_from([1, 2, 5]),

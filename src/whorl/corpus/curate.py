@@ -39,6 +39,7 @@ from whorl.corpus.deduplication.remove import remove_duplicates
 from whorl.corpus.deduplication.semantic.vectors import TextEncoder
 from whorl.corpus.mapreduce import Executor, LocalPool, UnitStore
 from whorl.corpus.measures import MeasureConfig, filtered_query, measure_files
+from whorl.corpus.measures.rules import MAX_UNSPACED
 from whorl.corpus.splits import SPLITS, assign_splits
 from whorl.errors import DataError
 
@@ -72,7 +73,7 @@ def curate(
     Returns:
         `funnel` (read, the rest after each reason, train), `dropped` (reason -> documents, bytes), `splits` (name ->
         documents, bytes, largest_document_fraction), `clusters`, `near_duplicates`; with `decontaminate`, `contamination`
-        (test set -> items, found, too_short, documents).
+        (test set -> items, found, too_short, documents); with `filters`, `without_spaces` (documents).
 
     Raises:
         ConfigError: a measure is unknown, or the query is invalid, or does not return `row` and `reason`.
@@ -129,7 +130,19 @@ def curate(
         )
     split = assign_splits(ids, cluster, n_bytes, kept, config)
     _write_selection(out, split, reasons)
-    return {**_summary(n_bytes, reasons, split, cluster), **contamination}
+    return {
+        **_summary(n_bytes, reasons, split, cluster),
+        **contamination,
+        **_without_spaces(config, attributes),
+    }
+
+
+def _without_spaces(config: CurateConfig, attributes: Sequence[Path]) -> dict[str, int]:
+    """Return how many documents are in scripts without spaces, for which filters skip the rules of words."""
+    if not config.filters:
+        return {}
+    shares = [t["unspaced_fraction"] for path in attributes for t in _row_groups(path, ["unspaced_fraction"])]
+    return {"without_spaces": sum(int((share.to_numpy() > MAX_UNSPACED).sum()) for share in shares)}
 
 
 def _hashes(measured: Sequence[Path], n: int) -> NDArray[np.uint64]:

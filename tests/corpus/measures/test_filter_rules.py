@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from whorl.corpus import CurateConfig
+from whorl.corpus.deduplication.shingles import NO_SPACES
 from whorl.corpus.measures import FILTERS, filter_text, filtered_query, measure_texts
 from whorl.corpus.measures.language import language_of
 from whorl.corpus.measures.repetition import DUPLICATE_ORDERS, TOP_ORDERS
@@ -55,6 +56,11 @@ def duplicated(words: list[str], n: int) -> int:
     return total
 
 
+def unspaced(text: str) -> float:
+    """Share of the characters of scripts that write no spaces."""
+    return len(NO_SPACES.findall(text)) / max(len(text), 1)
+
+
 def c4(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "c4_lines": 0,
@@ -65,10 +71,13 @@ def c4(text: str) -> dict[str, Any]:
     for full in text.splitlines():
         words, line = full.split(), full.strip()
         end = CITATION.sub("", line) if line.endswith("]") else line
-        if any(len(word) > 1000 for word in words) or len(words) < 3:
+        if not words:
             continue
-        if not end.endswith((".", "?", "!", '"', "'")) or end.endswith("..."):
-            continue
+        if unspaced(line) <= 0.3:
+            if any(len(word) > 1000 for word in words) or len(words) < 3:
+                continue
+            if not end.endswith((".", "?", "!", '"', "'")) or end.endswith("..."):
+                continue
         lower = line.lower()
         if "lorem ipsum" in lower:
             found["c4_lorem_ipsum"] = True
@@ -97,6 +106,7 @@ def reference(text: str) -> dict[str, Any]:
     by_feeds = re.split("\n+", text) if text else []
     duplicates = {"line": (by_feeds, repeated(by_feeds)), "paragraph": (paragraphs, repeated(paragraphs))}
     found = {
+        "unspaced_fraction": unspaced(text),
         "n_words": len(words),
         "n_wordlike": len(wordlike),
         "mean_word_length": sum(map(len, wordlike)) / max(len(wordlike), 1),

@@ -46,10 +46,14 @@ def reference(line: str, config: C4LineConfig) -> bool:
         "use of cookies",
         "use cookies",
     )
-    return (
+    of_words = (
         len(line.split()) >= config.min_words
         and all(len(word) <= config.max_word_characters for word in line.split())
         and (not config.terminal_punctuation or (end in set(".?!\"'") and not line.rstrip().endswith("...")))
+    )
+    no_spaces = sum(c in "日本" for c in line.strip()) > 0.3 * len(line.strip())
+    return (
+        (of_words or (no_spaces and bool(line.strip())))
         and not (config.javascript and "javascript" in lower)
         and not (config.policies and any(phrase in lower for phrase in phrases))
     )

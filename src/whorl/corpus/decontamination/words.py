@@ -20,13 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.deduplication.shingles import span_hashes
+from whorl.corpus.deduplication.shingles import WORD_PER_CHARACTER, span_hashes
 
-# First and last code point of the scripts in which each character counts as a word.
-WORD_PER_CHARACTER = (
-    (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x2E80, 0x2FDF), (0x3040, 0x30FF), (0x3400, 0x4DBF),
-    (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF),
-)  # fmt: skip
 _FORMAT = re.compile("[\u00ad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufe00-\ufe0f\ufeff]")
 _ASCII_LOWER = np.arange(256, dtype=np.uint8)
 _ASCII_LOWER[65:91] += 32

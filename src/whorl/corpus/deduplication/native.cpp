@@ -134,14 +134,33 @@ struct Scratch {
     std::vector<std::pair<int64_t, uint64_t>> longer;  // words of more than eight bytes, and the sum of the others
 };
 
+// Copy the values of a text, with a zero before and after each character that is a word; return their number.
+int64_t separate(const uint8_t* p, int64_t size, const uint8_t* table, const uint8_t* alone, uint8_t* out) {
+    int64_t n = 0;
+    for (int64_t i = 0; i < size;) {
+        const bool is_word = alone[p[i] << 8 | (i + 1 < size ? p[i + 1] : 10)];
+        if (is_word) out[n++] = 0;
+        do out[n++] = table[p[i++]];
+        while (is_word && i < size && (p[i] & 0xC0) == 0x80);
+        if (is_word) out[n++] = 0;
+    }
+    return n;
+}
+
 // The words are found eight bytes at a time, then hashed eight at a time. out: has space for seven words more.
-int64_t hash_words(const uint8_t* p, const uint8_t* end, const uint8_t* table, Scratch& scratch, uint64_t* out) {
+int64_t hash_words(const uint8_t* p, const uint8_t* end, const uint8_t* table, const uint8_t* alone, Scratch& scratch,
+                   uint64_t* out) {
     constexpr uint64_t HIGH = 0x8080808080808080ull;
-    const int64_t size = end - p;
-    if (int64_t(scratch.hashed.size()) < size + 16) scratch.hashed.resize(size + 16);
+    int64_t size = end - p;
+    if (int64_t(scratch.hashed.size()) < 3 * size + 16) scratch.hashed.resize(3 * size + 16);
     scratch.longer.clear();
     uint8_t* bytes = scratch.hashed.data();
-    for (int64_t i = 0; i < size; i++) bytes[i] = table[p[i]];
+    uint8_t largest = 0;
+    for (int64_t i = 0; i < size; i++) {
+        bytes[i] = table[p[i]];
+        largest = std::max(largest, p[i]);
+    }
+    if (largest >= 0xE0) size = separate(p, size, table, alone, bytes);
     std::memset(bytes + size, 0, 16);
     int64_t count = 0;
     for (int64_t i = 0; i < size;) {
@@ -202,14 +221,15 @@ extern "C" {
 
 // Write the shingle hashes of n documents, one document after the other. Document i is data[starts[i], ends[i]).
 // The array first has n + 1 numbers, and words is scratch for the longest document. A separator has 0 in table.
+// alone: for the first two bytes of a character, whether it is a word.
 void whorl_shingles(const uint8_t* data, const int64_t* starts, const int64_t* ends, int64_t n, const uint8_t* table,
-                    int32_t characters, int32_t size, uint64_t* words, uint64_t* out, int64_t* first) {
+                    const uint8_t* alone, int32_t characters, int32_t size, uint64_t* words, uint64_t* out, int64_t* first) {
     int64_t written = 0;
     Scratch scratch;
     for (int64_t d = 0; d < n; d++) {
         first[d] = written;
         const uint8_t *p = data + starts[d], *end = data + ends[d];
-        const int64_t count = characters ? hash_characters(p, end, table, words) : hash_words(p, end, table, scratch, words);
+        const int64_t count = characters ? hash_characters(p, end, table, words) : hash_words(p, end, table, alone, scratch, words);
         const int64_t shingles = std::max<int64_t>(count - size + 1, 1);
         if (count < size) {
             uint64_t shingle = 0;

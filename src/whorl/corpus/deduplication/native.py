@@ -29,7 +29,7 @@ def library() -> ctypes.CDLL | None:
         return None
     p, i32, i64, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
     for name, arguments in (
-        ("shingles", [p, p, p, i64, p, i32, i32, p, p, p]),
+        ("shingles", [p, p, p, i64, p, p, i32, i32, p, p, p]),
         ("minhash", [p, p, i64, p, p, i32, p]),
         ("band_keys", [p, i64, i32, i32, i32, p]),
         ("partition", [p, i64, i32, i32, p, p, p]),

@@ -5,12 +5,16 @@ path is vectorized over a block of documents. With S[i] the sum of byte[j] * P^j
 [a, b) has the hash (S[b] - S[a]) * P^-a. An odd P is invertible modulo 2^64. The native path computes the same.
 `shingle_hashes` is the slow reference.
 
+Scripts without spaces between words (Chinese, Japanese, Thai, Lao, Burmese, Khmer) give one word per character. The first
+two bytes of a character in UTF-8 show its script (`STANDS_ALONE`), so texts are not decoded.
+
 A document of fewer words than a shingle has one shingle, of all its words; one without a word has the empty shingle.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +29,13 @@ from whorl.corpus.deduplication.settings import MinHashConfig
 if TYPE_CHECKING:
     import pyarrow as pa
 
+# First and last code point of the scripts in which each character counts as a word.
+WORD_PER_CHARACTER = (
+    (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x2E80, 0x2FDF), (0x3040, 0x30FF), (0x3400, 0x4DBF),
+    (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF),
+)  # fmt: skip
+NO_SPACES = re.compile(f"[{''.join(f'{chr(first)}-{chr(last)}' for first, last in WORD_PER_CHARACTER)}]")
+
 BLOCK_BYTES = 2_000_000  # of text that are hashed at a time
 
 _MASK = (1 << 64) - 1
@@ -32,6 +43,19 @@ P = 0x9E3779B97F4A7C15  # odd, so invertible modulo 2^64
 _P_INVERSE = pow(P, -1, 1 << 64)
 _WORD_BYTES = [*range(48, 58), *range(65, 91), 95, *range(97, 123), *range(128, 256)]
 _SPACES = [9, 10, 11, 12, 13, 32]
+
+
+def _stand_alone() -> NDArray[np.bool_]:
+    """Return whether a character that begins with these two bytes is a word: [first * 256 + second]."""
+    table = np.zeros(1 << 16, bool)
+    for first, last in WORD_PER_CHARACTER:
+        for code in (*range(first, last, 64), last):
+            one, two, *_ = chr(code).encode()
+            table[one << 8 | two] = True
+    return table
+
+
+STANDS_ALONE = _stand_alone()
 
 
 @dataclass(frozen=True)
@@ -115,7 +139,8 @@ def block_shingles(texts: TextBlock, config: MinHashConfig) -> tuple[NDArray[np.
     first = np.empty(len(texts) + 1, np.int64)
     starts, ends = np.ascontiguousarray(texts.starts), np.ascontiguousarray(texts.ends)
     native.whorl_shingles(
-        pointer(texts.data), pointer(starts), pointer(ends), len(texts), pointer(table), config.unit == "characters",
+        pointer(texts.data), pointer(starts), pointer(ends), len(texts), pointer(table), pointer(STANDS_ALONE),
+        config.unit == "characters",
         config.shingle, pointer(words), pointer(out), pointer(first),
     )  # fmt: skip
     return out[: first[-1]], first
@@ -146,11 +171,16 @@ def _word_bounds(
     data: NDArray[np.uint8], hashed: NDArray[np.uint8], config: MinHashConfig
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return where the words, or characters, begin and end. The last byte is a separator."""
+    heads = np.flatnonzero((data & 0xC0) != 0x80)
     if config.unit == "words":
-        edges = np.flatnonzero(np.diff(hashed != 0, prepend=False))
-        return edges[::2], edges[1::2]
-    is_head = (data & 0xC0) != 0x80
-    heads = np.flatnonzero(is_head)
+        inside, alone, follows = hashed != 0, np.zeros(len(data), bool), np.zeros(len(data), bool)
+        alone[:-1] = STANDS_ALONE[data[:-1].astype(np.int64) << 8 | data[1:]]
+        follows[heads[1:]] = alone[heads[:-1]]  # the character before is a word
+        before = np.concatenate([[False], inside[:-1]])
+        begins = np.flatnonzero(inside & (~before | alone | follows))
+        stops = np.flatnonzero(before & ~inside)
+        after = np.append(begins[1:], len(data))[: len(begins)]
+        return begins, np.minimum(after, stops[np.searchsorted(stops, begins, side="right")])
     own = hashed[heads] != 0
     return heads[:-1][own[:-1]], heads[1:][own[:-1]]
 
@@ -171,13 +201,18 @@ def shingle_hashes(text: bytes, config: MinHashConfig | None = None) -> set[int]
     """Reference: return the hashes of one document's shingles, computed word by word."""
     config = config or MinHashConfig()
     table, words, word = hashed_bytes(config).tolist(), list[int](), list[int]()
-    for byte in (*text, 10):
-        continues = byte & 0xC0 == 0x80 if config.unit == "characters" else table[byte] != 0
+    is_character, alone = config.unit == "characters", False
+    for byte, following in itertools.pairwise((*text, 10, 10)):
+        is_tail, begins = byte & 0xC0 == 0x80, not is_character and bool(STANDS_ALONE[byte << 8 | following])
+        continues = is_tail if is_character or alone else table[byte] != 0 and not begins
         if word and not continues:
             words.append(_mix_one(sum(b * pow(P, i, 1 << 64) for i, b in enumerate(word))))
             word = []
-        if word or (table[byte] and not (config.unit == "characters" and continues)):
+        if word or (table[byte] and not (is_character and is_tail)):
+            alone = alone if word else begins
             word.append(table[byte])
+        else:
+            alone = False
     out = set()
     for at in range(max(len(words) - config.shingle + 1, 1)):
         shingle = 0

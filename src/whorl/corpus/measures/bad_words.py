@@ -14,11 +14,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from whorl.corpus.deduplication.shingles import NO_SPACES
 from whorl.corpus.measures.measure import Columns, Measure, Texts
 from whorl.errors import ConfigError
-
-# Chinese characters, kana, Thai, Lao, Khmer, Burmese
-NO_SPACES = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 
 
 def open_list(path: str) -> Callable[[Texts], Columns]:

@@ -12,9 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from whorl.corpus.measures.measure import measure_texts
+from whorl.corpus.measures.repetition import DUPLICATE_ORDERS, TOP_ORDERS
+from whorl.corpus.measures.rules import MAX_UNSPACED
 from whorl.errors import ConfigError, one_of
 
 _COMPARE = {"<": operator.lt, ">": operator.gt, "=": operator.eq}
+# Columns that count words or ends of sentences: their rules are skipped for scripts without spaces between words.
+OF_WORDS = {
+    "n_wordlike", "mean_word_length", "hash_ratio", "ellipsis_ratio", "letter_word_fraction", "stop_words", "c4_sentences",
+    "terminal_line_fraction", "short_line_fraction", "line_feeds_per_word",
+    *(f"top_{n}_gram_characters" for n in TOP_ORDERS), *(f"duplicate_{n}_gram_characters" for n in DUPLICATE_ORDERS),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,14 +39,18 @@ class Filter:
     def reason(self, columns: Mapping[str, Any]) -> str:
         """Return the reason to drop a document with these columns, or ""."""
         for reason, (column, comparison, threshold) in self.rules.items():
+            if column in OF_WORDS and columns["unspaced_fraction"] > MAX_UNSPACED:
+                continue
             if _COMPARE[comparison](columns[column], threshold):
                 return reason
         return ""
 
     def sql(self, name: str) -> str:
         """Return the rules as the branches of an SQL CASE, with reasons NAME:REASON."""
+        of_words = f" AND unspaced_fraction <= {MAX_UNSPACED}"
         return " ".join(
-            f"WHEN {column} {comparison} {str(threshold).lower()} THEN '{name}:{reason}'"
+            f"WHEN {column} {comparison} {str(threshold).lower()}{of_words if column in OF_WORDS else ''} "
+            f"THEN '{name}:{reason}'"
             for reason, (column, comparison, threshold) in self.rules.items()
         )
 

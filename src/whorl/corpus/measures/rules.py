@@ -1,8 +1,8 @@
 """The values that the rules of C4, Gopher and FineWeb compare with thresholds, from one pass over the characters.
 
 Sources: Raffel et al. 2020 (C4), Rae et al. 2021 (Gopher, appendix A1), Penedo et al. 2024 (FineWeb). A word is a run of
-characters that are not white space. In languages that do not separate words by spaces (zh, ja, th) the values of words
-mean little: apply these rules to the other languages only.
+characters that are not white space. In scripts that write no spaces between words (Chinese, Japanese, Thai, ...) the values
+of words and line ends mean little, so filters skip their rules for such texts (`filters.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ POLICIES = (
     "terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies",
 )  # fmt: skip
 MAX_WORD_CHARACTERS, MIN_LINE_WORDS, SHORT_LINE_CHARACTERS = 1000, 3, 30
+MAX_UNSPACED = 0.3  # of the characters of a text, or a line, to which rules of words and line ends apply
 COLUMNS = {
+    "unspaced_fraction": "float64",  # characters of scripts without spaces between words
     "n_words": "int64",
     "n_wordlike": "int64",  # words with a character that is no punctuation
     "mean_word_length": "float64",  # characters, of these words
@@ -49,7 +51,13 @@ def measure_rules(batch: Texts) -> Columns:
     """Return `COLUMNS` of a batch."""
     out = {name: np.zeros(len(batch), bool if kind == "bool" else kind) for name, kind in COLUMNS.items()}
     for indices, scan in scans(batch):
-        found = {**_gopher(scan), **_c4(scan), **_fineweb(scan), **repetition.repetition(scan)}
+        found = {
+            "unspaced_fraction": scan.unspaced(scan.begin, scan.end),
+            **_gopher(scan),
+            **_c4(scan),
+            **_fineweb(scan),
+            **repetition.repetition(scan),
+        }
         for name, values in found.items():
             out[name][indices] = values
     return out
@@ -97,7 +105,10 @@ def _ends_with_ellipsis(scan: Scan, end: Ints) -> NDArray[np.bool_]:
 
 
 def _c4(scan: Scan) -> dict[str, NDArray[Any]]:
-    """Lines that end a sentence and have three words or more; lines of policies and of Javascript are left out."""
+    """Lines that end a sentence and have three words or more, or whose script writes no spaces.
+
+    Lines of policies and of Javascript are left out.
+    """
     codes, texts = scan.codes, scan.texts
     last = np.flatnonzero(scan.ends_line)  # word at the end of each non-blank line
     first = np.concatenate([[0], last[:-1] + 1])[: len(last)]
@@ -114,6 +125,7 @@ def _c4(scan: Scan) -> dict[str, NDArray[Any]]:
     long = scan.word_end - scan.word_begin > MAX_WORD_CHARACTERS
     if long.any():
         kept &= ~np.logical_or.reduceat(long, first)
+    kept |= scan.unspaced(begin, end) > MAX_UNSPACED
     flags = {"lorem ipsum": np.zeros(len(texts), bool), "{": np.zeros(len(texts), bool)}
     for i, original in enumerate(texts):
         lower = original.lower()
@@ -178,7 +190,7 @@ def _fineweb(scan: Scan) -> dict[str, NDArray[Any]]:
 
 RULES = Measure(
     "rules",
-    1,
+    2,
     "Raffel et al. 2020, C4; Rae et al. 2021, Gopher, appendix A1; Penedo et al. 2024, FineWeb",
     COLUMNS,
     lambda: measure_rules,

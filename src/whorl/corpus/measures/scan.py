@@ -18,20 +18,21 @@ import numpy as np
 import regex
 from numpy.typing import NDArray
 
+from whorl.corpus.deduplication.shingles import NO_SPACES as SCRIPTS_WITHOUT_SPACES
 from whorl.corpus.measures.measure import Texts
 
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 
 CHUNK_CHARACTERS = 1 << 18  # so that the arrays of a chunk fit a CPU's cache
-SPACE, WORDLIKE, LETTER, LINE_BREAK, TERMINAL = (
-    1 << i for i in range(5)
-)  # WORDLIKE: neither space nor punctuation
+# WORDLIKE: neither space nor punctuation. NO_SPACES: of a script without spaces between words.
+SPACE, WORDLIKE, LETTER, LINE_BREAK, TERMINAL, NO_SPACES = (1 << i for i in range(6))
 _P = 0x9E3779B97F4A7C15
 _P_INVERSE = pow(_P, -1, 1 << 64)
 _LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # of str.splitlines
 # Punctuation: the Unicode categories P and Cc, and the symbols of ASCII.
 _CLASSES = {SPACE: r"[\s\x1c-\x1f]", LETTER: r"\p{L}", TERMINAL: r"[\p{Sentence_Terminal}．｡]"}
+_CLASSES[NO_SPACES] = SCRIPTS_WITHOUT_SPACES.pattern
 _PUNCTUATION = r"[\p{P}\p{Cc}$+<=>^`|~]"
 
 
@@ -116,6 +117,11 @@ class Scan:
     def words(self) -> Hashes:
         """Hash of each word, [n_words]."""
         return self.hashes(self.word_begin, self.word_end)
+
+    def unspaced(self, begin: Ints, end: Ints) -> NDArray[np.float64]:
+        """Return the share of each run's characters that are of scripts without spaces between words."""
+        sums = np.concatenate([[0], np.cumsum((self.classes & NO_SPACES) != 0)])
+        return (sums[end] - sums[begin]) / np.maximum(end - begin, 1)
 
     @cached_property
     def line_feeds(self) -> Ints:

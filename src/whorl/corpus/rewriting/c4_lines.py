@@ -2,14 +2,22 @@
 
 A line stays if it ends with terminal punctuation, has enough words, and mentions neither Javascript nor a policy of a page.
 The order of the rules, the ellipsis, the longest word and the phrases of policies are those of C4's published code. The
-measure `rules` counts the lines that stay by default (`c4_lines`).
+measure `rules` counts the lines that stay by default (`c4_lines`). Rules of words and line ends do not apply to lines in
+scripts without spaces between words, such as Chinese.
 """
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from whorl.corpus.measures.rules import CITATION, MAX_WORD_CHARACTERS, MIN_LINE_WORDS, POLICIES
+from whorl.corpus.deduplication.shingles import NO_SPACES
+from whorl.corpus.measures.rules import (
+    CITATION,
+    MAX_UNSPACED,
+    MAX_WORD_CHARACTERS,
+    MIN_LINE_WORDS,
+    POLICIES,
+)
 
 TERMINAL = (".", "?", "!", '"', "'")
 
@@ -40,13 +48,15 @@ def bad_line(line: str, config: C4LineConfig) -> str:
     words = line.split()
     if not words:
         return "blank"
-    if max(map(len, words)) > config.max_word_characters:
-        return "long_word"
-    plain = CITATION.sub("", line.strip())
-    if config.terminal_punctuation and (not plain.endswith(TERMINAL) or plain.endswith("...")):
-        return "no_terminal_punctuation"
-    if len(words) < config.min_words:
-        return "few_words"
+    stripped = line.strip()
+    plain = CITATION.sub("", stripped)
+    if len(NO_SPACES.findall(stripped)) <= MAX_UNSPACED * len(stripped):
+        if max(map(len, words)) > config.max_word_characters:
+            return "long_word"
+        if config.terminal_punctuation and (not plain.endswith(TERMINAL) or plain.endswith("...")):
+            return "no_terminal_punctuation"
+        if len(words) < config.min_words:
+            return "few_words"
     lower = plain.lower()
     if config.javascript and "javascript" in lower:
         return "javascript"

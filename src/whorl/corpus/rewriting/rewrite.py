@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 STAGES = "whorl.corpus.rewriting.stages"
 LINES_PER_PARTITION = 1 << 24
-VERSION = 1
+VERSION = 2
 
 
 class RewriteConfig(BaseModel):

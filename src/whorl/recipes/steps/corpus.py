@@ -66,7 +66,7 @@ def ingest(ctx: StepContext, config: IngestConfig) -> None:
 
 @step(
     "selection", config=CurateConfig, parents={"documents": "documents"}, complete_config=with_file_hashes,
-    not_hashed=ENGINE_FIELDS, version=4,
+    not_hashed=ENGINE_FIELDS, version=5,
 )  # fmt: skip
 def curate(ctx: StepContext, config: CurateConfig) -> None:
     """Measure and select documents, and split them without near-duplicates across splits."""
@@ -87,6 +87,10 @@ def curate(ctx: StepContext, config: CurateConfig) -> None:
         for name, split in found["splits"].items()
     ]
     parts.append(f"left out: {format_reasons(found['dropped'])}")
+    if n := found.get("without_spaces"):
+        parts.append(
+            f"filters skip rules of words for {n:,} of {found['funnel'][0]['documents']:,} documents: no spaces"
+        )
     ctx.summary.update(found, headline="; ".join(parts))
     ctx.report = corpus_report(
         found, documents.summary["quarantine"], sources=documents.config.get("sources", [])
