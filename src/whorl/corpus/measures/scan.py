@@ -121,7 +121,8 @@ class Scan:
     def unspaced(self, begin: Ints, end: Ints) -> NDArray[np.float64]:
         """Return the share of each run's characters that are of scripts without spaces between words."""
         sums = np.concatenate([[0], np.cumsum((self.classes & NO_SPACES) != 0)])
-        return (sums[end] - sums[begin]) / np.maximum(end - begin, 1)
+        share: NDArray[np.float64] = (sums[end] - sums[begin]) / np.maximum(end - begin, 1)
+        return share
 
     @cached_property
     def line_feeds(self) -> Ints:
