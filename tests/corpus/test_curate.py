@@ -237,7 +237,7 @@ def test_split_rejects_budget_below_every_document(tmp_path: Path) -> None:
 
 
 def test_split_rejects_single_document(tmp_path: Path) -> None:
-    only = {"only.txt": prose(random.Random(0), 100)}
+    only = {"only.txt": prose(random.Random(0), 25)}
     with pytest.raises(DataError, match="too small to hold out a test split"):
         CorpusOf(tmp_path / "a", only)
     corpus = CorpusOf(tmp_path / "b", only, test_bytes=0, validation_bytes=0).corpus
@@ -347,3 +347,25 @@ def test_near_duplicates_are_removed_by_default(tmp_path: Path) -> None:
         tmp_path / "strict", texts, validation_bytes=0, test_bytes=0, near_duplicate_similarity=1.0
     )
     assert not any(alone.reasons().values())
+
+
+def test_one_rule_changes_on_top_of_the_default_query(tmp_path: Path) -> None:
+    texts = ["A short fortune of a few words.", "x" * 150, "short"]
+    (tmp_path / "in").mkdir()
+    for n, text in enumerate(texts):
+        (tmp_path / "in" / f"{n}.txt").write_text(text)
+    (tmp_path / "out").mkdir()
+    ingest(IngestConfig(sources=[str(tmp_path / "in")], split_bytes=0), tmp_path / "out", Progress.silent())
+    sizes: dict[str, Any] = {"validation_bytes": 0, "test_bytes": 0}
+    for rules, dropped in (
+        ({}, {"too_short": 2}),
+        ({"too_short": "n_bytes < 20"}, {"too_short": 1}),
+        ({"too_short": ""}, {}),
+        ({"too_short": "", "no_spaces": "space_fraction = 0"}, {"no_spaces": 2}),
+    ):
+        config = CurateConfig(rules=rules, **sizes)
+        found = curate(config, document_files(tmp_path / "out"), tmp_path / "out", Progress.silent())
+        assert {name: count["documents"] for name, count in found["dropped"].items()} == dropped
+    assert CurateConfig(rules={}).selection_query == DEFAULT_QUERY
+    with pytest.raises(ConfigError, match=r"curate\.query replaces it"):
+        CurateConfig(query="SELECT row, '' AS reason FROM attributes", rules={"too_short": ""})

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import random
+import re
+from importlib import import_module
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.corpus import Corpus, CurateConfig, IngestConfig, curate, document_files, fingerprint, ingest
 from whorl.corpus.readers import divide
+from whorl.errors import DataError
 from whorl.tracking.progress import Progress
 
 
@@ -59,6 +65,53 @@ def test_few_files_are_divided(
         data = (source / documents[0].path).read_bytes()
         start = documents[0].offset
         assert data[start : start + documents[0].n_bytes].decode() == documents[0].text
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
+@pytest.mark.parametrize("n_small", [0, 40])
+def test_text_file_of_any_size_is_read_in_pieces(
+    tmp_path: Path, n_small: int, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_module("whorl.corpus.ingest"), "SPLIT_READ_BYTES", 100_000)
+    text = "\ufeff" + book(250_000) + "字" * 50_000 + "\n" + book(50_000, 1)
+    (tmp_path / "in").mkdir()
+    data = text.encode()
+    (tmp_path / "in" / f"large{suffix}").write_bytes(gzip.compress(data) if suffix.endswith(".gz") else data)
+    for n in range(n_small):
+        (tmp_path / "in" / f"small{n:02d}.md").write_text(book(2000, n))
+    (tmp_path / "out").mkdir()
+    config = IngestConfig(sources=[str(tmp_path / "in")], max_document_bytes=60_000)
+    found = ingest(config, tmp_path / "out", Progress.silent())
+    assert found["quarantine"] == {}
+    rows = [row for path in document_files(tmp_path / "out") for row in pq.read_table(path).to_pylist()]
+    parts = [row for row in rows if row["path"].startswith("large")]
+    assert "".join(row["text"] for row in parts) == text[1:] and len(parts) > 4
+    begins = itertools.accumulate((len(row["text"].encode()) for row in parts[:-1]), initial=3)
+    assert [row["offset"] for row in parts] == list(begins)
+
+
+def splits_of(folder: Path, text: str, **options: int) -> dict[str, dict[str, int]]:
+    source = folder / "in"
+    source.mkdir(parents=True)
+    (source / "a.txt").write_text(text)
+    (folder / "out").mkdir()
+    ingest(IngestConfig(sources=[str(source)], **options), folder / "out", Progress.silent())
+    config = CurateConfig(rules={"mostly_digits": ""})
+    found = curate(config, document_files(folder / "out"), folder / "out", Progress.silent())
+    return dict(found["splits"])
+
+
+@pytest.mark.parametrize("n_bytes", [10_000, 30_000])
+def test_small_corpus_has_splits_or_advice_that_works(tmp_path: Path, n_bytes: int) -> None:
+    text = book(n_bytes)
+    assert all(split["documents"] for split in splits_of(tmp_path / "default", text).values())
+    with pytest.raises(DataError) as caught:
+        splits_of(tmp_path / "whole", text, split_bytes=n_bytes // 2)
+    (advised,) = re.findall(r"ingest\.split_bytes=(\d+)", str(caught.value))
+    assert all(
+        split["documents"]
+        for split in splits_of(tmp_path / "advised", text, split_bytes=int(advised)).values()
+    )
 
 
 def test_code_is_never_divided(tmp_path: Path) -> None:

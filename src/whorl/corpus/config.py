@@ -10,6 +10,7 @@ parents. Without the fingerprint, an edited source file would not change the add
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -17,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from whorl.corpus.deduplication.semantic.settings import SemanticConfig
 from whorl.corpus.deduplication.settings import EarlierConfig, MinHashConfig, SignatureConfig
 from whorl.corpus.mapreduce import ExecutorConfig
-from whorl.corpus.measures import FILTERS, MEASURES, MeasureConfig, check_filter
+from whorl.corpus.measures import FILTERS, MEASURES, MeasureConfig, check_filter, filtered_query
 from whorl.data.formats import FORMATS
 from whorl.errors import ConfigError
 
@@ -34,19 +35,28 @@ DEFAULT_EXCLUDE = (
     ".whorl",
 )
 
-# Maps each row to a reason: '' keeps the document; any other word drops it and is counted under that word.
-# The thresholds are loose: a rule should only catch text that no reader would accept.
-DEFAULT_QUERY = """\
-SELECT row, CASE
-  WHEN exact_duplicate THEN 'exact_duplicate'
-  WHEN n_bytes < 100 THEN 'too_short'
-  WHEN generated THEN 'generated'
-  WHEN is_code AND (max_line_length > 20000 OR mean_line_length > 300) THEN 'long_lines'
-  WHEN alnum_fraction < 0.3 THEN 'few_letters'
-  WHEN digit_fraction > 0.4 THEN 'mostly_digits'
-  WHEN repeated_line_fraction > 0.9 THEN 'repeated_lines'
-  ELSE '' END AS reason
-FROM attributes"""
+# A reason and the condition that drops a document. The thresholds are loose: a rule should only catch text that no reader
+# would accept.
+DEFAULT_RULES = {
+    "exact_duplicate": "exact_duplicate",
+    "too_short": "n_bytes < 100",
+    "generated": "generated",
+    "long_lines": "is_code AND (max_line_length > 20000 OR mean_line_length > 300)",
+    "few_letters": "alnum_fraction < 0.3",
+    "mostly_digits": "digit_fraction > 0.4",
+    "repeated_lines": "repeated_line_fraction > 0.9",
+}
+
+
+def rules_query(rules: Mapping[str, str]) -> str:
+    """Return SQL that maps each row to the first reason whose condition holds; '' keeps the document."""
+    cases = "".join(
+        f"  WHEN {condition} THEN '{reason}'\n" for reason, condition in rules.items() if condition
+    )
+    return f"SELECT row, CASE\n{cases}  ELSE '' END AS reason\nFROM attributes"
+
+
+DEFAULT_QUERY = rules_query(DEFAULT_RULES)
 
 
 MeasureName = Annotated[str, AfterValidator(MEASURES.check)]
@@ -143,6 +153,10 @@ class CurateConfig(ExecutorConfig):
     query: str = Field(
         default=DEFAULT_QUERY, description="SQL over `attributes`: columns row and reason ('' = keep)"
     )
+    rules: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], str] = Field(
+        default={},
+        description="reason -> SQL condition, in place of that of the default query ('' = no such rule), or one more",
+    )
     measures: list[MeasureName | MeasureConfig] = Field(
         default=[],
         description="further columns of `attributes`: names, or { name, measure, model } for one with a model",
@@ -192,6 +206,21 @@ class CurateConfig(ExecutorConfig):
         default=0.1, gt=0, le=1.0, description="maximum fraction of a held-out split in one cluster"
     )
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> CurateConfig:
+        if self.rules and self.query != DEFAULT_QUERY:
+            raise ConfigError(
+                "curate.rules changes the default query, and curate.query replaces it",
+                expected="one of the two",
+            )
+        return self
+
+    @property
+    def selection_query(self) -> str:
+        """`query`, with the rules in place of its own, and the filters."""
+        query = rules_query({**DEFAULT_RULES, **self.rules}) if self.rules else self.query
+        return filtered_query(query, self.filters)
 
     @model_validator(mode="after")
     def _check_earlier(self) -> CurateConfig:

@@ -38,7 +38,7 @@ from whorl.corpus.deduplication.near.stages import find_clusters
 from whorl.corpus.deduplication.remove import remove_duplicates
 from whorl.corpus.deduplication.semantic.vectors import TextEncoder
 from whorl.corpus.mapreduce import Executor, LocalPool, UnitStore
-from whorl.corpus.measures import MeasureConfig, filtered_query, measure_files
+from whorl.corpus.measures import MeasureConfig, measure_files
 from whorl.corpus.measures.rules import MAX_UNSPACED
 from whorl.corpus.splits import SPLITS, assign_splits
 from whorl.errors import DataError
@@ -99,7 +99,7 @@ def curate(
         write_attributes(documents, measures, measured, _of_corpus(first, cluster), out)
         ids, n_bytes = _ids_and_sizes(documents, measured["text"])
         attributes = [out / attribute_file_name(path) for path in documents]
-        query = filtered_query(config.query, config.filters)
+        query = config.selection_query
         ranks = _ranks(config.near_duplicate_order, attributes, ids)
         rows = np.arange(n_rows)
         if (first != rows).any():

@@ -47,7 +47,7 @@ from whorl.corpus.provenance.catalog import Catalog, CatalogFile, media_type
 from whorl.corpus.provenance.hashes import ContentHashes
 from whorl.corpus.readers import read_documents
 from whorl.corpus.sources import (
-    MAX_SPLIT_FILE_BYTES,
+    SPLIT_READ_BYTES,
     SourceFile,
     exceeds_limit,
     file_versions,
@@ -67,7 +67,7 @@ from whorl.errors import DataError
 if TYPE_CHECKING:
     from whorl.tracking.progress import Progress
 
-VERSION = 2  # of `read_block`
+VERSION = 3  # of `read_block`
 BLOCK_BYTES = 64_000_000
 LOGGED_DAMAGED_FILES = 5
 PLAIN_FORMATS = {"text", "jsonl", "gutenberg"}  # their readers are Python, which does not crash
@@ -300,7 +300,7 @@ def _read_part(part: FilePart, config: IngestConfig) -> Iterator[Document | Reje
     divided = is_divided(part.file, config)
     return read_documents(
         part.file, text_field=config.text_field, formats=config.formats, start=part.start, stop=part.stop,
-        max_bytes=MAX_SPLIT_FILE_BYTES if divided else config.max_document_bytes,
+        max_bytes=SPLIT_READ_BYTES if divided else config.max_document_bytes,
         split_bytes=config.split_bytes or 0 if divided else 0, steps=config.normalise,
     )  # fmt: skip
 

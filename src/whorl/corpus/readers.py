@@ -18,6 +18,7 @@ from whorl.corpus.documents import Document, RejectedDocument, document_id
 from whorl.corpus.sources import SourceFile, exceeds_size_limit, readable_path
 from whorl.data.extraction.normalise import STEPS, normalise
 from whorl.data.formats import Record, format_name, open_format
+from whorl.data.formats.text import TextFile
 from whorl.data.quarantine import BadRecordError
 
 LANGUAGES = {
@@ -62,13 +63,15 @@ def read_documents(
     size = file.size or 0
     if file.size is None:
         yield _rejected(file, BadRecordError("not_a_file", "", "not a regular file, or a broken link"))
-    elif exceeds_size_limit(file, max_bytes, formats):
-        detail = f"{size} bytes, the limit is {max_bytes} (ingest.max_document_bytes, or divide it: ingest.split_bytes)"
+    elif not split_bytes and exceeds_size_limit(file, max_bytes, formats):
+        detail = f"{size} bytes, the limit is {max_bytes} (ingest.max_document_bytes; text that is no code is divided)"
         yield _rejected(file, BadRecordError("too_large", "", detail), length=size)
     else:
         is_text = format_name(file.location, formats) == "text"
         longest = max_bytes if is_text else 2 * max_bytes + LINE_SLACK
         reader = open_format(file.location, formats, fields=[text_field, *FIELDS], longest=longest)
+        if isinstance(reader, TextFile):
+            reader.in_pieces = bool(split_bytes)
         if steps is None:
             steps = tuple(STEPS) if reader.extracts else ()
         language = None if reader.extracts else LANGUAGES.get(file.suffix)

@@ -11,7 +11,7 @@ A URL is listed by fsspec in the same way.
 
 `fingerprint` hashes this list for the ingest step's address, with the contents of local files, because modification times
 change on a fresh checkout. A catalogue keeps the hashes (`provenance/hashes.py`), so a file is read once for as long as it
-does not change. A plain file over the document limit is quarantined unread, so only its size counts.
+does not change. A plain file over the document limit that is not divided is quarantined unread, so only its size counts.
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ from whorl.errors import ConfigError, DataError, one_of
 KNOWN_SOURCES = {
     "python-stdlib": ("PSF-2.0", "*.py", "the running interpreter's own standard library, as source")
 }
-FEW_FILES = 30  # fewer files are divided into about SPLIT_DOCUMENTS documents
+FEW_FILES = (
+    30  # fewer files are divided into about SPLIT_DOCUMENTS documents; of more, those over the document limit
+)
 SPLIT_DOCUMENTS = 200
-MIN_SPLIT_BYTES = 4000
-MAX_SPLIT_FILE_BYTES = 64_000_000
+MIN_SPLIT_BYTES = 4000  # of a document, unless there would be fewer than MIN_SPLIT_DOCUMENTS
+MIN_SPLIT_DOCUMENTS = 25
+SPLIT_READ_BYTES = 64_000_000  # of a divided file are read at a time
 PROSE_SUFFIXES = ("", ".txt", ".md", ".rst", ".tex", ".text", ".markdown")  # code would lose its functions
 
 
@@ -261,20 +264,23 @@ def _stat_file(source: str, path: str, location: Path, licence: str | None) -> S
 def with_split_size(config: IngestConfig, files: Sequence[SourceFile]) -> IngestConfig:
     """Return the configuration with `split_bytes` set, for these files.
 
-    Few files, such as one book, would give too few documents to hold some out. A divided file may have any size up to the
-    largest `max_document_bytes`.
+    Few files, such as one book, would give too few documents to hold some out. A divided file may have any size.
     """
     size = config.split_bytes
     if size is None:
         total = sum(file.size or 0 for file in files)
-        size = max(MIN_SPLIT_BYTES, total // SPLIT_DOCUMENTS) if len(files) < FEW_FILES else 0
+        is_few = len(files) < FEW_FILES
+        size = max(total // SPLIT_DOCUMENTS, min(MIN_SPLIT_BYTES, total // MIN_SPLIT_DOCUMENTS), 200)
+        size = size if is_few else config.max_document_bytes
+        size = min(size, config.max_document_bytes)
     return config.model_copy(update={"split_bytes": size})
 
 
 def exceeds_limit(file: SourceFile, config: IngestConfig) -> bool:
     """Return whether a file is one plain document over the size limit, and is not divided."""
-    limit = MAX_SPLIT_FILE_BYTES if is_divided(file, config) else config.max_document_bytes
-    return exceeds_size_limit(file, limit, config.formats)
+    return not is_divided(file, config) and exceeds_size_limit(
+        file, config.max_document_bytes, config.formats
+    )
 
 
 def is_divided(file: SourceFile, config: IngestConfig) -> bool:

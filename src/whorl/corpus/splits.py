@@ -73,6 +73,6 @@ def _too_small(name: str, max_bytes: int, weights: NDArray[np.int64]) -> DataErr
         f"the corpus is too small to hold out a {name} split: it may have {max_bytes} bytes, but the smallest of "
         f"{len(weights)} clusters of near duplicates has {int(weights.min())}",
         expected="at least some tens of distinct documents",
-        do="add documents; or divide long texts with --set ingest.split_bytes=4000; or, for a few, raise "
-        f"curate.{name}_bytes and curate.max_held_out_fraction",
+        do=f"add documents; or divide texts with --set ingest.split_bytes={max(max_bytes // 3, 200)}; or train without this "
+        f"split: curate.{name}_bytes=0",
     )

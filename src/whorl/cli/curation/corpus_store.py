@@ -107,9 +107,9 @@ def latest(store: Store, corpus: str | None) -> tuple[Artifact, Artifact | None]
 
 def selection_query(selection: Artifact) -> str:
     """Return the SQL of a selection, with its filters."""
-    from whorl.corpus.measures import filtered_query
+    from whorl.corpus.config import CurateConfig
 
-    return filtered_query(selection.config["query"], selection.config.get("filters", []))
+    return CurateConfig.model_validate(selection.config).selection_query
 
 
 def to_toml(value: Any) -> str:

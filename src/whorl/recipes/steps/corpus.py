@@ -10,7 +10,6 @@ from whorl.corpus import curate as curate_documents
 from whorl.corpus import ingest as ingest_sources
 from whorl.corpus.deduplication.earlier import find_earlier
 from whorl.corpus.mapreduce import ENGINE_FIELDS
-from whorl.corpus.measures import filtered_query
 from whorl.corpus.mixing import MixConfig, make_mixture
 from whorl.corpus.provenance.tables import CorpusTables
 from whorl.machine.device_probe import usable_cores
@@ -43,7 +42,7 @@ def format_reasons(reasons: Mapping[str, Mapping[str, int]]) -> str:
 
 
 @step(
-    "documents", config=IngestConfig, complete_config=with_fingerprint, not_hashed=ENGINE_FIELDS,
+    "documents", config=IngestConfig, complete_config=with_fingerprint, not_hashed=ENGINE_FIELDS, version=2,
 )  # fmt: skip
 def ingest(ctx: StepContext, config: IngestConfig) -> None:
     """Read the sources into documents; write unreadable records to the quarantine."""
@@ -95,7 +94,7 @@ def curate(ctx: StepContext, config: CurateConfig) -> None:
     ctx.report = corpus_report(
         found, documents.summary["quarantine"], sources=documents.config.get("sources", [])
     )
-    tables, query = CorpusTables(documents.path, ctx.out), filtered_query(config.query, config.filters)
+    tables, query = CorpusTables(documents.path, ctx.out), config.selection_query
     ctx.report.blocks += selection_blocks(tables, query, found["dropped"], config.minhash_config)
 
 
