@@ -237,7 +237,7 @@ def test_split_rejects_budget_below_every_document(tmp_path: Path) -> None:
 
 
 def test_split_rejects_single_document(tmp_path: Path) -> None:
-    only = {"only.txt": prose(random.Random(0), 25)}
+    only = {"only.txt": "A text of one line " * 6}  # too short to be divided
     with pytest.raises(DataError, match="too small to hold out a test split"):
         CorpusOf(tmp_path / "a", only)
     corpus = CorpusOf(tmp_path / "b", only, test_bytes=0, validation_bytes=0).corpus
