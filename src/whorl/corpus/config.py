@@ -218,7 +218,7 @@ class CurateConfig(ExecutorConfig):
 
     @property
     def selection_query(self) -> str:
-        """`query`, with the rules in place of its own, and the filters."""
+        """The SQL of the selection: `query`, or the default rules changed by `rules`; and the filters."""
         query = rules_query({**DEFAULT_RULES, **self.rules}) if self.rules else self.query
         return filtered_query(query, self.filters)
 
