@@ -12,6 +12,9 @@ from safetensors.torch import load_file, save_file
 from tests.support.models.exchange_cases import CASES, IDS, hf_model, hf_outputs, logits, save_hf_model, small
 
 from whorl.embedding.embedder import load_encoder
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import CheckpointError, ConfigError, DataError
 from whorl.models import load_model
 from whorl.models.exchange import FAMILIES, Shards, export_model, find_family, import_model
@@ -50,10 +53,23 @@ def test_logits_match_whole_cached_and_after_export(case: str, tmp_path: Path) -
     assert (out / "model.safetensors.index.json").exists()
     back, info = type(model).from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    torch.testing.assert_close(hf_outputs(back.eval()), want, atol=1e-6, rtol=0)
+    folded = case == "granite"  # multipliers are part of the weights, which are rounded once more
+    torch.testing.assert_close(hf_outputs(back.eval()), want, atol=1e-5 if folded else 1e-6, rtol=0)
     again = import_model(out)
     assert again.config == imported.config
     torch.testing.assert_close(again.state_dict(), imported.state_dict(), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["phi3", "phi4-mini", "smollm3", "smollm3-sliding", "granite", "gemma"])
+def test_engine_decodes_as_transformers(case: str, tmp_path: Path) -> None:
+    model = save_hf_model(case, tmp_path)
+    engine = Engine(
+        import_model(tmp_path, to_train=False), EngineConfig(max_num_seqs=2, max_model_len=40, block_size=8)
+    )
+    found = engine.generate(IDS.tolist(), SamplingParams(temperature=0), max_tokens=12)
+    with torch.no_grad():
+        want = model.generate(IDS, do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
+    assert [[token.id for token in generation.tokens] for generation in found] == want[:, 20:].tolist()
 
 
 @pytest.mark.parametrize("case", ["llama-3", "gemma3", "qwen3"])

@@ -77,7 +77,20 @@ def test_read_config_of_published_models_counts_params(name: str) -> None:
     assert counted["active"] / 1e9 == pytest.approx(published["active"], rel=0.005)
 
 
-ROTARY = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek")
+ROTARY = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "deepseek",
+    "smollm3",
+    "granite",
+    "gemma",
+)
 PARTIAL = {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1e4}}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "lama"}, "'model_type' is 'lama'"),
@@ -126,6 +139,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "'scale_attn_by_inverse_layer_idx' is True"),
     ("deepseek", {"scoring_func": "softmax"}, "'scoring_func' is 'softmax'"),
     ("deepseek", {"attention_bias": True}, "'attention_bias' is True"),
+    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}, "rope_parameters": None}, "'longrope'"),
+    ("phi3", {"rope_parameters": dict(YARN)}, "rope_type 'default'"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "'no_rope_layers' is .*each of 4 layers"),
+    ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "'no_rope_layers'"),
+    ("granite", {"residual_multiplier": "x"}, "'residual_multiplier' is 'x'"),
+    ("granite", {"logits_scaling": 0}, "'logits_scaling' is 0"),
+    ("gemma", {"hidden_activation": "relu"}, "'hidden_activation' is 'relu'"),
+    ("gemma", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
     *((case, {"is_causal": False}, "'is_causal' is False") for case in CASES),
     ("llama", {"is_causal": None}, "'is_causal' is None"),
     *(

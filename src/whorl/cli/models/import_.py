@@ -24,7 +24,7 @@ def import_(
     ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Read a model of a known family (GPT-2, Llama, Mistral, Qwen, Gemma, Mixtral, DeepSeek-V3, ViT, CLIP) into the store.
+    """Read a model of a known family (Llama, Mistral, Qwen, Phi, Gemma, DeepSeek-V3, CLIP, ...) into the store.
 
     Examples:
 

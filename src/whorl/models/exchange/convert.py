@@ -25,9 +25,10 @@ from pydantic import ValidationError
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models.exchange.families.deepseek import DEEPSEEK
 from whorl.models.exchange.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from whorl.models.exchange.families.gemma import GEMMA2, GEMMA3
+from whorl.models.exchange.families.gemma import GEMMA, GEMMA2, GEMMA3
 from whorl.models.exchange.families.gpt2 import GPT2
 from whorl.models.exchange.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from whorl.models.exchange.families.llama_variants import GRANITE, PHI3, SMOLLM3
 from whorl.models.exchange.family import (
     UNSUPPORTED_PREFIX,
     ModelFamily,
@@ -77,7 +78,8 @@ WHORL_FAMILY = ModelFamily(
 FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family
     for family in (
-        GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK, WHORL_FAMILY,
+        GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN2_MOE, QWEN3_MOE,
+        DEEPSEEK, WHORL_FAMILY,
     )
 }  # fmt: skip
 
@@ -143,6 +145,7 @@ def import_model(
     if config.embedding_norm:  # which reads the embedding in fp32
         low -= {"embedding"}
     state = load_tensors(shards, names, rules, own, low, dtype, device)
+    family.fold(data, state)
     if any(name not in own for name, _ in model.named_buffers()):
         model = Transformer(config, dtype=dtype)  # buffers that are not stored must be computed
     model.load_state_dict(state, assign=True)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
 from whorl.errors import ConfigError
 from whorl.models.exchange.fields import ConfigReader, read_rope, write_rope
 from whorl.models.exchange.rules import ConversionRule, concatenated, unchanged
@@ -26,7 +28,8 @@ class ModelFamily:
     """One family of models.
 
     model_type, architecture: its names in `config.json`; prefix: of the names of all tensors but the head (some files
-    lack it); ignored_tensors: a pattern of names of computed tables, which may be left unread.
+    lack it); ignored_tensors: a pattern of names of computed tables, which may be left unread; fold: changes the loaded
+    weights by numbers of `config.json` that no field of a `TransformerConfig` has.
     """
 
     model_type: str
@@ -38,6 +41,7 @@ class ModelFamily:
     head: str = "lm_head.weight"
     embedding: str = "model.embed_tokens.weight"
     ignored_tensors: str = r".*\.rotary_emb\.inv_freq"
+    fold: Callable[[dict[str, Any], dict[str, Tensor]], None] = lambda data, state: None
 
 
 def config_differences(a: TransformerConfig, b: TransformerConfig) -> list[str]:
@@ -117,9 +121,17 @@ def unsupported_by_family(what: str, expected: str) -> ConfigError:
 
 
 def read_attention(
-    fields: ConfigReader, *, kv_heads: int | None, head_dim: int | None, base: float, **others: Any
+    fields: ConfigReader,
+    *,
+    kv_heads: int | None,
+    head_dim: int | None,
+    base: float,
+    partial: bool = False,
+    **others: Any,
 ) -> AttentionConfig:
     """Return the attention of a Llama-like file. kv_heads, head_dim, base: values of absent fields (None: derived).
+
+    partial: the family's program rotates a part of each head, if the file says so.
 
     Raises:
         ConfigError: a field is wrong, or `partial_rotary_factor` is not 1: without a scaling, the families' programs
@@ -134,9 +146,9 @@ def read_attention(
         given = fields.data.get("head_dim") is not None
         raise fields.error("head_dim" if given else "hidden_size", f"heads of an even width, not {dim}")
     base, scaling, share, _ = read_rope(fields, base)
-    if share != 1.0:
+    if share != 1.0 and not partial:
         raise fields.error("partial_rotary_factor", "1.0", share)
-    rope = Rope(base=base, scaling=scaling)
+    rope = Rope(base=base, scaling=scaling, rotary_dim=int(dim * share) if share != 1.0 else None)
     n_kv_heads = fields.get("num_key_value_heads", int, kv_heads or n_heads, above=0)
     fields.divides("num_key_value_heads", n_kv_heads, "num_attention_heads", n_heads)
     return AttentionConfig(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=dim, rope=rope, **others)
@@ -172,16 +184,21 @@ def sliding_mixers(full: AttentionConfig, sliding: AttentionConfig, slides: Sequ
     return {"mixers": {n: mixers[n] for n in dict.fromkeys(names)}, "pattern": shortest_pattern(names)}
 
 
-def write_shape(config: TransformerConfig) -> dict[str, Any]:
+def write_shape(
+    config: TransformerConfig, *, partial: bool = False, first: AttentionConfig | None = None
+) -> dict[str, Any]:
     """Return the fields that every Llama-like file has, without the activation.
+
+    partial: the family may rotate a part of each head. first: the layer whose attention is written; default the first.
 
     Raises:
         ConfigError: positions are not rotary, or some features do not rotate.
     """
-    first = require_attention(config)[0]
+    first = first or require_attention(config)[0]
     if first.rope is None:
         raise unsupported_by_family("the mixer of layer 0 has no rope", "rotary positions")
-    if first.rope.rotary_dim not in (None, first.head_dim):
+    rotary_dim = first.rope.rotary_dim or first.head_dim
+    if rotary_dim != first.head_dim and not partial:
         raise unsupported_by_family(
             f"rope.rotary_dim of layer 0 is {first.rope.rotary_dim}", "all of head_dim"
         )
@@ -196,7 +213,8 @@ def write_shape(config: TransformerConfig) -> dict[str, Any]:
         "num_attention_heads": first.n_heads,
         "num_key_value_heads": first.n_kv_heads,
         "head_dim": first.head_dim,
-        "rope_parameters": write_rope(first.rope.base, first.rope.scaling),
+        "rope_parameters": write_rope(first.rope.base, first.rope.scaling)
+        | ({"partial_rotary_factor": rotary_dim / first.head_dim} if partial else {}),
     }
 
 

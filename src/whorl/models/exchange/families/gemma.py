@@ -1,7 +1,8 @@
-"""Gemma 2 (arXiv:2408.00118) and the text part of Gemma 3 (arXiv:2503.19786).
+"""Gemma (arXiv:2403.08295), Gemma 2 (arXiv:2408.00118) and the text part of Gemma 3 (arXiv:2503.19786).
 
-Differences from Llama: embeddings are tied and multiplied by sqrt(d_model); both branches have norms before and after,
-with gain 1 + weight; GeGLU; scores are divided by sqrt(query_pre_attn_scalar), independent of the head's width.
+Differences from Llama: embeddings are tied and multiplied by sqrt(d_model); norms have the gain 1 + weight; GeGLU. From
+Gemma 2 on, both branches have norms before and after, and scores are divided by sqrt(query_pre_attn_scalar), independent
+of the head's width.
 
 - Gemma 2: scores and logits are soft-capped; every second layer has a sliding window, beginning with the first.
 - Gemma 3: no caps; queries and keys are normalized; five of six layers have a sliding window and a separate rotary base
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from whorl.models.exchange.families.llama import llama_rules
 from whorl.models.exchange.family import (
     ModelFamily,
     attention_rules,
     embedding_and_head_rules,
     mlp_rules,
+    read_attention,
     read_shape,
     require_attention,
     sliding_mixers,
@@ -97,6 +100,25 @@ def _shape(fields: ConfigReader, max_length: int) -> dict[str, Any]:
         tied=True,
         max_length=max_length,
     )
+
+
+def read_gemma(fields: ConfigReader) -> TransformerConfig:
+    fields.must_be("use_bidirectional_attention", False)
+    fields.must_be(
+        "hidden_activation", "gelu_pytorch_tanh"
+    )  # newer than `hidden_act`, and not read by its program
+    bias = fields.get("attention_bias", bool, False)
+    heads = read_attention(fields, kv_heads=16, head_dim=256, base=10_000.0, bias=bias, out_bias=bias)
+    # "gelu" in the first files means the approximation.
+    acts: dict[str, Activation] = {**GELU, "gelu": "geglu"}
+    shape = read_shape(fields, act=acts, act_default="gelu_pytorch_tanh", tied=True, max_length=8192)
+    scale = shape["d_model"] ** 0.5
+    return TransformerConfig(**shape, mixers={"full": heads}, norm_offset=1.0, embedding_scale=scale)
+
+
+def write_gemma(config: TransformerConfig) -> dict[str, Any]:
+    bias = require_attention(config)[0].bias
+    return write_shape(config) | {"hidden_act": "gelu_pytorch_tanh", "attention_bias": bias}
 
 
 def read_gemma2(fields: ConfigReader) -> TransformerConfig:
@@ -188,5 +210,6 @@ def gemma_rules(config: TransformerConfig) -> list[ConversionRule]:
     return rules
 
 
+GEMMA = ModelFamily("gemma", "GemmaForCausalLM", read_gemma, write_gemma, llama_rules)
 GEMMA2 = ModelFamily("gemma2", "Gemma2ForCausalLM", read_gemma2, _write, gemma_rules)
 GEMMA3 = ModelFamily("gemma3_text", "Gemma3ForCausalLM", read_gemma3, write_gemma3, gemma_rules)
