@@ -68,7 +68,8 @@ def test_engine_decodes_as_transformers(case: str, tmp_path: Path) -> None:
     )
     found = engine.generate(IDS.tolist(), SamplingParams(temperature=0), max_tokens=12)
     with torch.no_grad():
-        want = model.generate(IDS, do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
+        seen = torch.ones_like(IDS)
+        want = model.generate(IDS, attention_mask=seen, do_sample=False, max_new_tokens=12, eos_token_id=None)
     assert [[token.id for token in generation.tokens] for generation in found] == want[:, 20:].tolist()
 
 
