@@ -88,7 +88,7 @@ def read_smollm3(fields: ConfigReader) -> TransformerConfig:
         ("rope" if rotates[n] else "nope") + ("_sliding" if window and slides[n] else "")
         for n in range(n_layers)
     ]
-    mixers = {
+    mixers: dict[str, Any] = {
         name: heads.model_copy(
             update={
                 "rope": heads.rope if name.startswith("rope") else None,
