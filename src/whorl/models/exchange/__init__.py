@@ -5,7 +5,7 @@
     clip = import_vision(Path("clip-vit-base-patch32"))
 
 A family is a file in `families/`, or part of one: a table of fields and a table of tensors, for both directions. Adding a
-family means adding its table and its name in `FAMILIES`.
+family means adding its table and its name in `LANGUAGE_FAMILIES`.
 
 safetensors_io.py   reads and writes weight files
 fields.py           reads config.json and rejects unsupported fields

@@ -23,12 +23,8 @@ import torch
 from pydantic import ValidationError
 
 from whorl.errors import CheckpointError, ConfigError
+from whorl.models.exchange.families import LANGUAGE_FAMILIES
 from whorl.models.exchange.families.deepseek import DEEPSEEK
-from whorl.models.exchange.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from whorl.models.exchange.families.gemma import GEMMA, GEMMA2, GEMMA3
-from whorl.models.exchange.families.gpt2 import GPT2
-from whorl.models.exchange.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from whorl.models.exchange.families.llama_variants import GRANITE, PHI3, SMOLLM3
 from whorl.models.exchange.family import (
     UNSUPPORTED_PREFIX,
     ModelFamily,
@@ -76,12 +72,8 @@ WHORL_FAMILY = ModelFamily(
     embedding="embedding",
 )
 FAMILIES: dict[str, ModelFamily] = {
-    family.model_type: family
-    for family in (
-        GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN2_MOE, QWEN3_MOE,
-        DEEPSEEK, WHORL_FAMILY,
-    )
-}  # fmt: skip
+    family.model_type: family for family in (*LANGUAGE_FAMILIES, WHORL_FAMILY)
+}
 
 
 def read_config(data: dict[str, Any], where: str, ignore: Collection[str] = ()) -> TransformerConfig:
