@@ -27,9 +27,10 @@ from whorl.nn.mlp import GATED, Activation
 class ModelFamily:
     """One family of models.
 
-    model_type, architecture: its names in `config.json`; prefix: of the names of all tensors but the head (some files
-    lack it); ignored_tensors: a pattern of names of computed tables, which may be left unread; fold: changes the loaded
-    weights by numbers of `config.json` that no field of a `TransformerConfig` has.
+    model_type, architecture: its names in `config.json`.
+    prefix: of the names of all tensors but the head; some files lack it.
+    ignored_tensors: a pattern of names of computed tables, which may be left unread.
+    fold: changes the loaded weights by numbers of `config.json` that no field of a `TransformerConfig` has.
     """
 
     model_type: str
@@ -131,7 +132,7 @@ def read_attention(
 ) -> AttentionConfig:
     """Return the attention of a Llama-like file. kv_heads, head_dim, base: values of absent fields (None: derived).
 
-    partial: the family's program rotates a part of each head, if the file says so.
+    partial: the family's program rotates the part of each head that the file gives.
 
     Raises:
         ConfigError: a field is wrong, or `partial_rotary_factor` is not 1: without a scaling, the families' programs
