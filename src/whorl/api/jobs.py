@@ -23,6 +23,7 @@ from whorl.tracking.progress import Progress, ProgressTask
 from whorl.tracking.run import MetricsLog, event_record
 from whorl.train.job import job_of_program
 from whorl.train.lm.pretrain import pretrain
+from whorl.train.metrics.validation import held_out_bytes_per_target
 
 
 def run(
@@ -120,7 +121,9 @@ def train(
         "threads": machine.threads, "compile": steps >= 1000, **job,
     })  # fmt: skip
     with progress.task("Training", total=steps, unit="steps") as task:
-        log = _Log(folder / "metrics.jsonl", token_set, steps, task, has_text=learned is not None)
+        sizes = learned.text_bytes(learned.vocab_size) if learned else None
+        per_token = held_out_bytes_per_target(settled, sizes) if sizes else 0.0
+        log = _Log(folder / "metrics.jsonl", per_token, steps, task)
         network = pretrain(settled, folder / "checkpoints", log, log=progress.log)
     save_model(network, folder)
     if learned is None:
@@ -134,12 +137,8 @@ def train(
 class _Log:
     """Training callback: writes `metrics.jsonl` and updates the progress bar."""
 
-    def __init__(
-        self, path: Path, tokens: TokenSet, steps: int, task: ProgressTask, *, has_text: bool
-    ) -> None:
-        self.path, self.steps, self.task = path, steps, task
-        split = tokens.split("train")
-        self.bytes_per_token = split.n_bytes / max(1, len(split)) if has_text else 0.0
+    def __init__(self, path: Path, bytes_per_token: float, steps: int, task: ProgressTask) -> None:
+        self.path, self.bytes_per_token, self.steps, self.task = path, bytes_per_token, steps, task
         self.held_out = ""
         self._metrics: MetricsLog | None = None
 

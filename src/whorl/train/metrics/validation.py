@@ -1,8 +1,9 @@
 """Validation during training, on a fixed set of rows.
 
-held_out_nll is the loss on validation text. induction_nll is the loss on the second half of rows that repeat shuffled
-ids. Token statistics do not help there; only induction heads do (Olsson et al. 2022, In-context Learning and Induction
-Heads, the repeated-sequence test). The step at which it drops is the induction onset.
+held_out_nll is the loss on validation text. Its rows are packed as those of training are (`tokens/packing.py`): texts
+shorter than a row count too, and none attends to another. induction_nll is the loss on the second half of rows that repeat
+shuffled ids. Token statistics do not help there; only induction heads do (Olsson et al. 2022, In-context Learning and
+Induction Heads, the repeated-sequence test). The step at which it drops is the induction onset.
 
 `BestWeights` keeps the weights with the lowest held-out loss, for runs that read their text several times.
 A model with look-up tables memorizes a small corpus: its held-out loss rises from the second epoch on. So after the first
@@ -14,10 +15,11 @@ fixed steps, so a resumed run keeps the same weights.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,9 @@ from whorl.models import LanguageModel
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.objectives.next_token import next_token
 from whorl.parallel.process_group import ProcessGroup
+from whorl.slots import Spec
+from whorl.tokens.loader import TokenBatch
+from whorl.tokens.packing import pack
 from whorl.tokens.shards import TokenSet
 from whorl.tracking.seeds import generator
 from whorl.train.checkpoint.format import restore
@@ -37,48 +42,84 @@ INDUCTION_ROWS = 8
 MARGIN = 0.01  # of the lowest held-out loss; below it, the weights at the end of the schedule are preferred
 
 
+def held_out_rows(job: Job) -> dict[str, Tensor] | None:
+    """Return fixed rows of the validation split: tokens, targets, loss_mask, each [n, T]; None if it has no target.
+
+    They are at most HELD_OUT_ROWS packed rows, spread over the split. If one of them has several documents, segments and
+    positions are there too.
+    """
+    tokens = TokenSet(Path(job.tokens))
+    if "validation" not in tokens.splits:
+        return None
+    split = tokens.split("validation")
+    packed = pack(split.starts, split.lengths, job.seq_len)
+    if not len(packed):
+        return None
+    chosen = np.arange(0, len(packed), max(1, len(packed) // HELD_OUT_ROWS))[:HELD_OUT_ROWS]
+    batch = Spec.from_dataclass(TokenBatch, B=len(chosen), T=job.seq_len).allocate()
+    packed.write(split, chosen, batch, tokens.pad_id)
+    rows = {"tokens": batch.tokens, "targets": batch.targets, "loss_mask": batch.loss_mask}
+    if not packed.single_segment[chosen].all():
+        rows |= {"segments": batch.segment_ids, "positions": batch.positions}
+    return {name: torch.from_numpy(np.array(array)) for name, array in rows.items()}
+
+
+def held_out_bytes_per_target(job: Job, token_bytes: Sequence[bytes]) -> float:
+    """Return the mean bytes of a target of the validation rows (the end of a text has none); 0 without rows."""
+    rows = held_out_rows(job)
+    if rows is None:
+        return 0.0
+    targets = rows["targets"][rows["loss_mask"]].tolist()
+    return sum(len(token_bytes[i]) for i in targets) / len(targets)
+
+
 class Validator:
     """Loss on fixed validation rows and on rows that repeat shuffled ids; the replicas share the rows."""
 
     def __init__(self, job: Job, process_group: ProcessGroup) -> None:
-        tokens = TokenSet(Path(job.tokens))
-        rows = []
-        for ids in tokens.split("validation").iter_documents() if "validation" in tokens.splits else ():
-            for start in range(0, len(ids) - job.seq_len, job.seq_len):
-                rows.append(torch.from_numpy(ids[start : start + job.seq_len + 1].astype("int64")))
-        step = max(1, len(rows) // HELD_OUT_ROWS)  # spread over the split
-        rows = rows[::step][:HELD_OUT_ROWS]
+        rows = held_out_rows(job)
         shape = (INDUCTION_ROWS, job.seq_len // 2)
         # ids with the text's frequencies, in random order
-        stream = torch.cat([row.flatten() for row in rows]) if rows else torch.arange(job.model.vocab_size)
+        stream = torch.arange(job.model.vocab_size) if rows is None else rows["tokens"][rows["loss_mask"]]
         half = stream[torch.randint(len(stream), shape, generator=generator(job.seed, "copy"))]
         own = slice(process_group.rank, None, process_group.size)
-        self.rows = torch.stack(rows)[own].to(job.device) if rows else None
+        self.rows = None if rows is None else {name: t[own].to(job.device) for name, t in rows.items()}
         self.induction_rows = torch.cat([half, half], dim=1)[own].to(job.device)
 
     def fixed_ids(self) -> Tensor:
-        """Return fixed ids [n, T + 1] of this replica: validation text, or the induction rows without any. n may be 0."""
-        return self.induction_rows if self.rows is None else self.rows
+        """Return fixed ids [n, T] of this replica: validation text, or the induction rows without any. n may be 0."""
+        return self.induction_rows if self.rows is None else self.rows["tokens"]
 
     @torch.no_grad()
     def __call__(self, model: LanguageModel, process_group: ProcessGroup) -> dict[str, float]:
         """Return held_out_nll and induction_nll in nats per token."""
-        nll, count = self._nll(model, self.rows, 0) if self.rows is not None else (0.0, 0.0)
-        copy_nll, copy_count = self._nll(model, self.induction_rows, self.induction_rows.shape[1] // 2)
+        nll, count = (0.0, 0.0) if self.rows is None else self._nll(model, **self.rows)
+        ids = self.induction_rows
+        mask = (torch.arange(1, ids.shape[1]) >= ids.shape[1] // 2 + 1).expand(len(ids), -1).to(ids.device)
+        copy_nll, copy_count = self._nll(model, ids[:, :-1], ids[:, 1:], mask)
         sums = process_group.all_reduce_scalars(nll, count, copy_nll, copy_count)
         metrics = {"induction_nll": sums[2] / max(1.0, sums[3])}
         if sums[1]:
             metrics["held_out_nll"] = sums[0] / sums[1]
         return metrics
 
-    def _nll(self, model: LanguageModel, rows: Tensor, skip: int) -> tuple[float, float]:
-        targets = rows[:, 1 + skip :]
-        hidden = model(rows[:, :-1])[:, skip:]
+    def _nll(
+        self,
+        model: LanguageModel,
+        tokens: Tensor,
+        targets: Tensor,
+        loss_mask: Tensor,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> tuple[float, float]:
+        """Return the summed loss in nats and the number of targets of rows [n, T]."""
+        if not len(tokens):  # fewer rows than replicas
+            return 0.0, 0.0
         loss = next_token(
-            hidden.flatten(0, 1),
+            model(tokens, positions, segments).flatten(0, 1),
             model.head_weight,
             targets.flatten(),
-            torch.ones_like(targets).flatten(),
+            loss_mask.flatten(),
             softcap=model.logit_softcap,
             select_step=logits_step,
         )

@@ -20,7 +20,7 @@ SAMPLE_TOKENS = 48
 class PretrainObserver(StageRecorder):
     """Adds to the records of training: MFU, seconds, bits per byte, perplexity, memory and samples.
 
-    bytes_per_token: of the training split. prompt: of the samples. Further arguments are those of `StageRecorder`.
+    bytes_per_token: of the validation rows. prompt: of the samples. Further arguments are those of `StageRecorder`.
     """
 
     def __init__(

@@ -43,6 +43,7 @@ def train_and_save(
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.train.checkpoint.stats import CheckpointStats
     from whorl.train.lm.pretrain import pretrain as run_training
+    from whorl.train.metrics.validation import held_out_bytes_per_target
 
     token_set = TokenSet(ctx.parents["tokens"].path)
     split = token_set.split("train")
@@ -50,7 +51,7 @@ def train_and_save(
     held_out = token_set.split("validation") if "validation" in token_set.splits else split
     texts = [tokenizer.decode(ids[1:-1]) for ids in islice(held_out.iter_documents(), CHECKED_TEXTS)]
     prompt = first_prompt([text.decode("utf-8", "replace") for text in texts])
-    bytes_per_token = split.n_bytes / max(1, len(split))
+    bytes_per_token = held_out_bytes_per_target(job, tokenizer.text_bytes(tokenizer.vocab_size))
 
     def train(*, callback: Any, checkpoint_dir: Path, heartbeat_dir: Path, log: Any) -> LanguageModel:
         return run_training(
