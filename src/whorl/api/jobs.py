@@ -17,8 +17,7 @@ from whorl.models import LanguageModel, save_model
 from whorl.plan.cost import decoder_config
 from whorl.recipes import RunResult, load_recipe, run_recipe
 from whorl.store import Store
-from whorl.tokens.shards import TokenSet
-from whorl.tokens.tokenizer import Tokenizer
+from whorl.tokens import Tokenizer, TokenSet
 from whorl.tracking.progress import Progress, ProgressTask
 from whorl.tracking.run import MetricsLog, event_record
 from whorl.train.job import job_of_program
