@@ -1,9 +1,11 @@
 """Validation during training, on a fixed set of rows.
 
-held_out_nll is the loss on validation text. Its rows are packed as those of training are (`tokens/packing.py`): texts
-shorter than a row count too, and none attends to another. induction_nll is the loss on the second half of rows that repeat
-shuffled ids. Token statistics do not help there; only induction heads do (Olsson et al. 2022, In-context Learning and
-Induction Heads, the repeated-sequence test). The step at which it drops is the induction onset.
+held_out_nll is the loss on validation text. Its rows are packed as those of training are (`tokens/packing.py`). Texts shorter
+than a row count too, and none attends to another.
+
+induction_nll is the loss on the second half of rows that repeat shuffled ids. Token statistics do not help there; only
+induction heads do (Olsson et al. 2022, In-context Learning and Induction Heads, the repeated-sequence test). The step at
+which it drops is the induction onset.
 
 `BestWeights` keeps the weights with the lowest held-out loss, for runs that read their text several times.
 A model with look-up tables memorizes a small corpus: its held-out loss rises from the second epoch on. So after the first
