@@ -1,7 +1,7 @@
 """Validation during training, on a fixed set of rows.
 
-held_out_nll is the loss on validation text. Its rows are packed as those of training are (`tokens/packing.py`). Texts that are
-shorter than a row count too, and none attends to another.
+held_out_nll is the loss on validation text. Its rows are packed as those of training are (`tokens/packing.py`). Texts
+that are shorter than a row count too, and none attends to another.
 
 induction_nll is the loss on the second half of rows that repeat shuffled ids. Token statistics do not help there; only
 induction heads do (Olsson et al. 2022, In-context Learning and Induction Heads, the repeated-sequence test). The step at
