@@ -35,6 +35,8 @@ def test_version_needs_no_verb(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message", "code"),
     [
+        (("quantise",), "Did you mean 'quantize'", 2),
+        (("serve", "x", "--max-num-seq", "3"), "--max-num-seqs", 2),
         (("verify", "--store", "typo"), "there is no store", 1),
         (("gc", "--store", "typo"), "there is no store", 1),
         (("keys", "list", "--file", "typo.json"), "there is no key file", 2),

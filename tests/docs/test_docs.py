@@ -163,13 +163,6 @@ def test_named_settings_exist(page: Path) -> None:
             assert has_field(steps[step].config, path.split(".")), f"{page.name} names {step}.{path}"
 
 
-def test_new_modules_of_the_changelog_exist() -> None:
-    table = text_of(ROOT / "CHANGELOG.md").split("### Modules")[1].split("###")[0]
-    for name in re.findall(r"\| `([\w.]+)` \|$", table, re.MULTILINE):
-        places = (PACKAGE / name.replace(".", "/"), ROOT / name.replace(".", "/"))
-        assert any(p.is_dir() or p.with_suffix(".py").exists() for p in places), name
-
-
 def test_benchmarks_page_is_generated() -> None:
     from bench.report import PAGE, load_results, page
 

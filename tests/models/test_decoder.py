@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from tests.support.models.initialization import add_noise, generator
 from torch.utils.flop_counter import FlopCounterMode
 
-from whorl.errors import CheckpointError
+from whorl.errors import CheckpointError, ConfigError
 from whorl.models import Transformer, TransformerConfig, load_model, save_model, whorl_decoder
 from whorl.nn.positions.rotary import rotary_frequencies
 from whorl.objectives.next_token import next_token_reference
@@ -96,6 +96,11 @@ def test_load_model_names_damaged_files(tmp_path: Path) -> None:
         load_model(tmp_path)
     save_model(noisy(small()), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config["transformer"]))
+    with pytest.raises(
+        ConfigError, match=r"(?s)config\.json: field 'model_type' is missing.*write the model"
+    ):
+        load_model(tmp_path)
     config["transformer"]["mlp_hidden"] = 32
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"blocks\.0\.mlp\."):

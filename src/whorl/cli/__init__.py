@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from whorl.cli.config_options import expand
 from whorl.errors import WhorlError, shorten
@@ -88,7 +88,7 @@ exist; 130 (Ctrl-C) and 143 (SIGTERM) stopped, and the same command continues.
 
 
 class _Command(TyperCommand):
-    """A verb that refuses its old options and names the new ones. Options from pydantic models are made at its first use."""
+    """A verb. Options from pydantic models are made at its first use."""
 
     expanded = False
 
@@ -100,28 +100,6 @@ class _Command(TyperCommand):
             self.params, self.callback = made.params, made.callback
         self.expanded = True
         return super().get_params(ctx)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        from whorl.recipes.renamed import OPTIONS
-
-        for argument in args:
-            if argument == "--":
-                break
-            option = argument.partition("=")[0]
-            if new := OPTIONS.get(self.name or "", {}).get(option):
-                raise typer.BadParameter(f"the option {option} is now {new}")
-        return super().parse_args(ctx, args)
-
-
-class _Group(TyperGroup):
-    """The verbs; an old verb is refused with the new name."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        from whorl.recipes.renamed import VERBS
-
-        if args and (new := VERBS.get(args[0])):
-            raise typer.BadParameter(f"`whorl {args[0]}` is now `whorl {new}`")
-        return super().resolve_command(ctx, args)
 
 
 def with_error_handling(verb: Callable[..., None]) -> Callable[..., None]:
@@ -163,7 +141,6 @@ def with_error_handling(verb: Callable[..., None]) -> Callable[..., None]:
 def build_app() -> typer.Typer:
     """Return the command line with every verb."""
     app = typer.Typer(
-        cls=_Group,
         help=HELP,
         no_args_is_help=True,
         add_completion=False,

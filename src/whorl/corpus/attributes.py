@@ -100,12 +100,9 @@ def write_attributes(
 
 
 def _provenance(found: pa.Table) -> pa.Table:
-    """Add the domain, and columns that documents of an earlier version lack."""
+    """Add the domain."""
     import pyarrow as pa
 
-    for name in PROVENANCE:
-        if name not in found.column_names:
-            found = found.append_column(name, pa.nulls(len(found), pa.string()))
     if found["url"].null_count == len(found):
         return found.append_column("domain", pa.nulls(len(found), pa.string()))
     return found.append_column("domain", pa.array(map(domain_of, found["url"].to_pylist()), pa.string()))

@@ -36,7 +36,6 @@ from whorl.models.exchange import FAMILIES
 from whorl.models.exchange.rules import ConversionRule
 from whorl.models.exchange.safetensors_io import read_json
 from whorl.models.language_model import LanguageModel
-from whorl.models.legacy_config import upgrade_parameter_name
 from whorl.models.quantization.weights import layers_read_directly
 from whorl.models.transformer import Transformer
 from whorl.nn.linear import Linear
@@ -216,7 +215,6 @@ def load_lora(folder: Path, model: LanguageModel) -> LoRA:
         ) from error
     factors_by_name: dict[str, LoRAFactors] = {}
     where = str(folder / WEIGHTS_FILE)
-    tensors = {upgrade_parameter_name(name): t for name, t in tensors.items()}
     for tensor in sorted(tensors):
         name = tensor.removeprefix(PREFIX).removesuffix(FACTOR_SUFFIXES[0]).removesuffix(FACTOR_SUFFIXES[1])
         if not tensor.startswith(PREFIX) or not tensor.endswith(FACTOR_SUFFIXES):
@@ -253,8 +251,7 @@ def load_lora(folder: Path, model: LanguageModel) -> LoRA:
 def _pattern(config: Mapping[str, Any], field: str, name: str, default: Any) -> Any:
     """Look up a layer in a PEFT pattern, which has full layer names or their ends as keys."""
     patterns: Mapping[str, Any] = config.get(field) or {}
-    upgraded = {upgrade_parameter_name(key): value for key, value in patterns.items()}
-    return next((v for key, v in upgraded.items() if name == key or name.endswith(f".{key}")), default)
+    return next((v for key, v in patterns.items() if name == key or name.endswith(f".{key}")), default)
 
 
 def _map_layer_names(

@@ -1,7 +1,7 @@
 """Saving and loading of language models: `config.json` (shape) and `model.safetensors` (weights by name).
 
 Models are written by `models/exchange` in this package's own family ("model_type": "whorl"), so `load_model` also reads
-folders in Hugging Face format. Fields and tensors renamed since a model was saved are mapped by `legacy_config.py`.
+folders in Hugging Face format.
 """
 
 from __future__ import annotations
@@ -11,23 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models.exchange import convert
 from whorl.models.language_model import LanguageModel
-from whorl.models.legacy_config import (
-    upgrade_parameter_name,
-    upgrade_quantization,
-    upgrade_transformer,
-)
 from whorl.models.quantization.weights import CONFIG_KEY, load_quantized, save_quantized
 from whorl.models.transformer import Transformer, TransformerConfig
-from whorl.nn import Linear
-from whorl.nn.compiler import meta_device
-from whorl.store.files import load_json, require_regular
+from whorl.store.files import load_json
 
 
 def make_model(
@@ -82,40 +72,7 @@ def load_model(
         return load_quantized(
             folder, data[CONFIG_KEY], lambda: make_model(config, dtype=dtype), dtype, device
         )
-    if "model_type" in data:
-        transformer = convert.import_model(folder, dtype=dtype, device=device, to_train=to_train)
-        return transformer.train(to_train)
-    return _load_former_decoder(folder, dtype, device, to_train)
-
-
-def _load_former_decoder(folder: Path, dtype: torch.dtype, device: str, to_train: bool) -> LanguageModel:
-    """Load a model of the class that preceded the preset `whorl_decoder`."""
-    config = read_config(folder)
-    try:
-        weights = load_file(require_regular(folder / "model.safetensors"), device=device)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _unreadable(folder, error) from error
-    weights = {upgrade_parameter_name(name): t for name, t in weights.items()}
-    with meta_device():
-        model = make_model(config, dtype=dtype)
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    found = {name: tuple(t.shape) for name, t in weights.items()}
-    if wanted != found:
-        differing = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
-        name = differing[0]
-        raise CheckpointError(
-            f"{folder / 'model.safetensors'}: tensor {name!r} is {found.get(name, 'missing')}",
-            expected=f"{wanted.get(name, 'no such tensor')} by config.json ({len(differing)} tensors differ)",
-        )
-    model.load_state_dict(weights, assign=True)
-    if to_train:
-        return model.to(device).train()
-    for layer in model.modules():  # inference: cast once, not at every use
-        if isinstance(layer, Linear):
-            layer.weight.data = layer.weight.data.to(dtype)
-    if model.head is not None:
-        model.head.data = model.head.data.to(dtype)
-    return model.to(device).eval()
+    return convert.import_model(folder, dtype=dtype, device=device, to_train=to_train).train(to_train)
 
 
 def read_config(folder: Path) -> TransformerConfig:
@@ -127,12 +84,7 @@ def read_config(folder: Path) -> TransformerConfig:
     """
     data = _read(folder)
     data.pop(CONFIG_KEY, None)
-    if "model_type" in data:
-        return convert.read_config(data, str(folder / "config.json"))
-    try:
-        return TransformerConfig.model_validate(upgrade_transformer(data))
-    except (ValidationError, TypeError) as error:
-        raise _unreadable(folder, error) from error
+    return convert.read_config(data, str(folder / "config.json"))
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -142,7 +94,7 @@ def _read(folder: Path) -> dict[str, Any]:
         raise _unreadable(folder, error) from error
     if not isinstance(data, dict):
         raise _unreadable(folder, TypeError(f"config.json holds a {type(data).__name__}"))
-    return upgrade_quantization(data)
+    return data
 
 
 def _unreadable(folder: Path, error: Exception) -> CheckpointError:

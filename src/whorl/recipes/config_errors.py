@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from whorl.errors import ConfigError, example_setting, one_of, without_credentials
-from whorl.recipes.old_names import leaf_paths
 
 
 def validated_config(
@@ -99,13 +98,13 @@ def _fields_at(config: type[BaseModel], path: Sequence[str]) -> list[str]:
     return list(found.model_fields)
 
 
-def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(values: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield every value of nested tables with its path."""
-    for path in leaf_paths(values):
-        value: Any = values
-        for part in path:
-            value = value[part]
-        yield path, value
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*prefix, key))
+        else:
+            yield (*prefix, key), value
 
 
 def parse_flag_value(text: str, annotation: Any) -> Any:

@@ -10,7 +10,7 @@
     parents = ["ingest"]            # by kind; or by role: parents = {documents = "ingest"}
 
 A mistake raises ConfigError with file, line, the value found and the value expected. For an unknown key or step the error
-gives the nearest known one, for a renamed one the new name. Parents, cycles and values are checked too.
+gives the nearest known one. Parents, cycles and values are checked too.
 `--set step.field=value` replaces one value and is checked in the same way. A table [kernels], or `--set kernels.NAME=WAY`,
 forces choices of kernels in all steps (`machine/forced_choices.py`). `code = ["my_rewards:length"]` names functions and
 classes that records and model folders may use, in addition to those that the steps name.
@@ -31,9 +31,7 @@ from whorl.errors import DOCS_URL, ConfigError, one_of, shorten
 from whorl.machine.budget import budget_ratio, shrink_sizes
 from whorl.machine.forced_choices import check_forced
 from whorl.recipes.config_errors import parse_flag_value, validated_config
-from whorl.recipes.old_names import leaf_paths, refuse_old_key
 from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
-from whorl.recipes.renamed import ROLES, STEPS
 from whorl.recipes.toml_lines import key_lines, line_of, read_recipe_text
 from whorl.registry import code_named_in, permit_code
 
@@ -88,8 +86,6 @@ class Recipe:
         """Return the recipe reduced to some steps and their ancestors. Raises ConfigError for an unknown step."""
         for name in names:
             if name not in self.steps:
-                if STEPS.get(name) in self.steps:
-                    raise ConfigError(f"--until {name}: the step `{name}` is now `{STEPS[name]}`")
                 raise ConfigError(f"--until {name}: no such step", expected=one_of(name, list(self.steps)))
         needed, pending = set[str](), [*names]
         while pending:
@@ -217,11 +213,6 @@ class _RecipeParser:
         if not isinstance(table, dict):
             raise ConfigError(f"{location}: the step {step} is not a table", expected=f"[steps.{step}]")
         uses = table.get("uses", step)
-        if uses not in self.kinds and isinstance(uses, str) and uses in STEPS:
-            raise ConfigError(
-                f"{self.location('steps', step, 'uses')}: the step `{uses}` is now `{STEPS[uses]}`",
-                do=f'write [steps.{STEPS[uses]}], or uses = "{STEPS[uses]}"',
-            )
         if not isinstance(uses, str) or uses not in self.kinds:
             raise ConfigError(
                 f"{self.location('steps', step, 'uses')}: unknown step {uses!r}",
@@ -255,10 +246,6 @@ class _RecipeParser:
             return dict(given) if named else {parent: parent for parent in values}
         found: dict[str, str] = {}
         for role, parent in given.items() if named else ((None, parent) for parent in values):
-            if role not in roles and ROLES.get(role or "") in roles:
-                raise ConfigError(
-                    f"{location}: the parent role `{role}` of {step} is now `{ROLES[role or '']}`"
-                )
             kind_made = kinds[parent].output_kind
             fitting = [r for r, (wanted, _) in roles.items() if wanted == kind_made and r not in found]
             if (role is None and not fitting) or (role in roles and roles[role][0] != kind_made):
@@ -316,8 +303,6 @@ class _RecipeParser:
 
     def config_of(self, step: str, table: dict[str, Any], kind: StepKind) -> BaseModel:
         values = {key: value for key, value in table.items() if key not in ("uses", "parents")}
-        for key in leaf_paths(values):
-            refuse_old_key(self.location("steps", step, *key), step, kind.config, key)
         flags = [flag for key, flag in self.flag_of_key.items() if key[:2] == ("steps", step)]
         return validated_config(
             kind.config, step, values, lambda *path: self.location("steps", step, *path), flags
@@ -359,11 +344,8 @@ class _RecipeParser:
         if not equals or not rest or not all(path):
             raise ConfigError(f"--set {text}: not a setting", expected="--set step.field=value")
         if step not in tables:
-            if STEPS.get(step) in tables:
-                raise ConfigError(f"--set {text}: the step `{step}` is now `{STEPS[step]}`")
             raise ConfigError(f"--set {text}: no step {step!r}", expected=one_of(step, list(tables)))
         fields = kinds[step].config.model_fields
-        refuse_old_key(f"--set {text}", step, kinds[step].config, path)
         if path[0] not in fields:
             raise ConfigError(
                 f"--set {text}: the step {step} has no setting {path[0]!r}",

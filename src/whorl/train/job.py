@@ -11,14 +11,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from whorl.errors import ConfigError, example_setting
 from whorl.machine.memory import MemoryText
 from whorl.models import TransformerConfig
-from whorl.models.legacy_config import upgrade_transformer
 from whorl.models.transformer_block import YARN_FACTOR
 from whorl.registry import code_named_in, permit_code
 from whorl.tokens.shards import TokenSet
@@ -46,11 +45,6 @@ class JobStreamConfig(TextStreamConfig):
     tokenizer: str = Field(description="folder of the tokenizer")
 
 
-def _upgrade_model(value: Any) -> Any:
-    """Jobs written before the project's own decoder was a `Transformer` have its flat configuration."""
-    return upgrade_transformer(value) if isinstance(value, dict) and "n_heads" in value else value
-
-
 class Job(BaseModel):
     """The settings of one pretraining run."""
 
@@ -58,7 +52,7 @@ class Job(BaseModel):
 
     tokens: str = Field(description="folder of the token set")
     stream: JobStreamConfig | None = Field(default=None, description="train on raw files instead")
-    model: Annotated[TransformerConfig, BeforeValidator(_upgrade_model)]
+    model: TransformerConfig
     optim: OptimConfig = OptimConfig()
     routing: RoutingConfig = RoutingConfig()
     seq_len: int = Field(ge=2, description="tokens per row")

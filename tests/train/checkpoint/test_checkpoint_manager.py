@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
-from tests.support.models.former_decoder import former_fields, former_tensors
 from tests.support.train.checkpoint_states import same, state
-from tests.support.train.pretraining import assert_equal, train, train_notes
-from tests.support.train.tiny import Notes, job
+from tests.support.train.pretraining import train, train_notes
+from tests.support.train.tiny import job
 
 from whorl.train.checkpoint import writer
-from whorl.train.checkpoint.format import NewerFormatError, load_latest, save
+from whorl.train.checkpoint.format import NewerFormatError, load_latest
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.checkpoint.remote import RemoteStore
 from whorl.train.checkpoint.size_report import bytes_per_parameter, format_line
@@ -226,20 +225,6 @@ def test_remote_unreachable_does_not_stop_training(tokens: Path, tmp_path: Path,
     assert notes.checkpoints == list(range(1, 13)) and stats.written == 12
     assert stats.remote_failed and stats.remote_error
     assert stats.summary() and "failed" in stats.summary()
-
-
-def test_checkpoint_of_the_former_decoder_resumes_exactly(tokens: Path, tmp_path: Path) -> None:
-    wanted = job(tokens, ema=0.9)
-    whole = train(wanted, tmp_path / "whole")
-    train(wanted, tmp_path / "half", stop_after=6, checkpoint_seconds=0.0)
-    found = load_latest(tmp_path / "half")
-    assert found is not None
-    former = {**found.metadata, "job": {**found.metadata["job"], "model": former_fields(wanted.model)}}
-    save(tmp_path / "former", found.step, former_tensors(found.tensors), former)
-    notes = Notes()
-    resumed = train(wanted, tmp_path / "former", notes)
-    assert len(notes.steps) == wanted.steps - 6
-    assert_equal(whole, resumed)
 
 
 def test_metrics_after_resume_cover_all_steps(tokens: Path, tmp_path: Path) -> None:

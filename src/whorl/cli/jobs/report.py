@@ -31,7 +31,6 @@ def report(
     import json
 
     from whorl.errors import ConfigError, StoreError
-    from whorl.recipes.old_names import refuse_old_run
     from whorl.recipes.step_records import FAILED, LEFT_OUT, STEPS_FILE, read_step_records, steps_in_state
     from whorl.recipes.steps.report import ReportConfig, report_data
     from whorl.report import render
@@ -52,7 +51,6 @@ def report(
             do="start one: whorl run quickstart",
         )
     steps = read_step_records(folder)
-    refuse_old_run(folder.name, json.loads((folder / "config.json").read_text()))
     made = {name: opened.find(entry["address"]) for name, entry in steps.items() if "address" in entry}
     # The parents of the recipe's step `report` are the content of the page; without that step it is the whole run.
     recipe = json.loads((folder / "config.json").read_text()).get("steps", {})

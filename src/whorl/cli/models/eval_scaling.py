@@ -172,7 +172,6 @@ def _reward_scorer(reward: str, store: str | None, model: LanguageModel) -> Scor
     """Return a function that scores texts with the reward model `reward`."""
     from whorl.align.preference.reward_model import load_reward_model
     from whorl.errors import ConfigError
-    from whorl.recipes.renamed import KINDS
     from whorl.store import Store
 
     found = Store(store).open(reward)
@@ -180,7 +179,7 @@ def _reward_scorer(reward: str, store: str | None, model: LanguageModel) -> Scor
         raise ConfigError(
             f"--reward {found.name} is of the kind {found.kind}",
             expected="a reward_model",
-            do="run its recipe again" if found.kind in KINDS else "list the artifacts with `whorl ls`",
+            do="list the artifacts with `whorl ls`",
         )
     found.check()
     reward_model, _ = load_reward_model(found.path, device=str(model.embedding.device))

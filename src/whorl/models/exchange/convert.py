@@ -45,7 +45,6 @@ from whorl.models.exchange.weights import (
     write_folder,
 )
 from whorl.models.language_model import LanguageModel
-from whorl.models.legacy_config import upgrade_transformer
 from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.nn.compiler import meta_device
 
@@ -53,7 +52,7 @@ SPECIAL_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def _read_whorl(fields: ConfigReader) -> TransformerConfig:
-    return TransformerConfig.model_validate(upgrade_transformer(fields.get("transformer", dict)))
+    return TransformerConfig.model_validate(fields.get("transformer", dict))
 
 
 def _whorl_rules(config: TransformerConfig) -> list[ConversionRule]:

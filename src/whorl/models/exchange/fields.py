@@ -207,6 +207,8 @@ def model_type(data: dict[str, Any], where: str, known: Collection[str]) -> str:
     if isinstance(name, str) and name in known:
         return name
     do = "save the text part separately: this is the multimodal model" if name == "gemma3" else ""
+    if name is None:
+        do = "write the model again with `save_model`, or add the field, e.g. 'llama'"
     found = "is missing" if name is None else f"is {name!r}"
     raise ConfigError(
         f"{where}: field 'model_type' {found}",

@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from whorl.errors import CheckpointError, ConfigError
-from whorl.models.legacy_config import has_former_decoder, upgrade_parameter_name
 from whorl.nn.attention import MultiHeadLatentAttention
 from whorl.nn.compiler import meta_device
 from whorl.nn.linear import Linear
@@ -149,8 +148,6 @@ def load_quantized(
     try:
         scheme = QuantizationConfig.model_validate(config_data)
         found: Mapping[str, Tensor] = load_file(require_regular(where), device=device)
-        if has_former_decoder(found):
-            found = {upgrade_parameter_name(name): t for name, t in found.items()}
     except (OSError, ValueError, SafetensorError, ValidationError) as error:
         raise CheckpointError(
             f"cannot read a model from {folder}: {error}",

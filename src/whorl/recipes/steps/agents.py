@@ -65,11 +65,8 @@ class AgentsConfig(BaseModel):
         Raises:
             ConfigError: an unknown algorithm or setting, or a value out of range.
         """
-        from whorl.agents.config import AgentConfig, parse_config
-        from whorl.recipes.old_names import refuse_old_key
+        from whorl.agents.config import parse_config
 
-        for name in self.settings:
-            refuse_old_key("agent settings", "agents", AgentConfig, (name,))
         changes = {**self.settings, "seed": seed, **({"steps": self.steps} if self.steps else {})}
         return parse_config(self.algorithm, self.environment, changes)
 

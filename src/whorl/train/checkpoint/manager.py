@@ -31,7 +31,6 @@ from torch import Tensor
 from whorl.errors import CheckpointError, DiskFullError
 from whorl.store.address import canonical_json
 from whorl.train.checkpoint.format import Checkpoint, NewerFormatError, build_index, load
-from whorl.train.checkpoint.legacy import upgrade_checkpoint
 from whorl.train.checkpoint.remote import RemoteCheckpoint, RemoteStore
 from whorl.train.checkpoint.rng_state import (
     restore_rng_state,
@@ -120,7 +119,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: damaged, of a newer format, or of a job that differs in other keys.
         """
-        found = upgrade_checkpoint(load(path, self.staging))
+        found = load(path, self.staging)
         self._check_identity(found, path, "use the parents of the stable run", may_differ)
         restore_rng_state(found)
         return Checkpoint(found.step, without_rng_state(found.tensors), found.metadata)
@@ -154,9 +153,9 @@ class CheckpointManager:
         for _, _, each in sorted(candidates, key=lambda item: item[:2], reverse=True):
             try:
                 if isinstance(each, Path):
-                    return upgrade_checkpoint(load(each, self.staging))
+                    return load(each, self.staging)
                 assert remote is not None
-                return upgrade_checkpoint(load(remote.download(each, self.folder), self.staging))
+                return load(remote.download(each, self.folder), self.staging)
             except NewerFormatError:
                 raise
             except CheckpointError as error:
@@ -272,7 +271,7 @@ class CheckpointManager:
         found = sorted(folder.glob("step-*"))
         if not found:
             raise CheckpointError(f"{folder} has no copy of the weights")
-        return without_rng_state(upgrade_checkpoint(load(found[-1], self.staging)).tensors)
+        return without_rng_state(load(found[-1], self.staging).tensors)
 
     def _copy_to_staging(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors` and the RNG states into the staging buffer, after the current write ends."""

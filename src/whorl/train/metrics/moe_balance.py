@@ -46,7 +46,7 @@ class MoEBalancer:
         # uniform at first: the loss is then 1 without a gradient
         self.previous_load = [torch.ones_like(w) for w in self.requested]
         self.logged_load: list[tuple[Tensor, Tensor]] = [(w.clone(), w.clone()) for w in self.requested]
-        for part, load in zip(self._kept(), state or (), strict=False):  # only the first in older checkpoints
+        for part, load in zip(self._kept(), state, strict=True) if state is not None else ():
             part.copy_(torch.tensor(load, dtype=torch.float64))
 
     @property
