@@ -24,7 +24,7 @@ from whorl.evals.tasks.config import parse_task, read_task_file
 from whorl.evals.verify import VerifiableTask, verify_all
 from whorl.models.serialization import load_model, save_model
 from whorl.recipes import parse_recipe
-from whorl.tokens.chat import _compile_template
+from whorl.tokens.template_source import compile_template
 
 PLANTED = "planted:run"
 VERIFIER = f"custom:{PLANTED}"
@@ -152,4 +152,4 @@ def test_templates_reach_no_internals(attack: str, folder: Path) -> None:
     with pytest.raises(WhorlError):
         task_of(template=attack + "{{ prompt }}")
     with pytest.raises((WhorlError, TemplateError)):
-        _compile_template(attack).render(messages=[{"role": "user", "content": "a"}])
+        compile_template(attack).render(messages=[{"role": "user", "content": "a"}])

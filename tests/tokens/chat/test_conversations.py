@@ -72,6 +72,10 @@ MISTRAL = """{{ bos_token }}{% set rest = messages %}{% if messages[0].role == "
 {% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}]{{ eos_token }}
 {% elif m.role == "assistant" %} {{ m.content }}{{ eos_token }}
 {% elif m.role == "tool" %}[TOOL_RESULTS] {"content": {{ m.content }}}[/TOOL_RESULTS]{% endif %}{% endfor %}"""
+DEEPSEEK = """{{ bos_token }}{% for m in messages %}
+{% if m.role == "assistant" and m.content is none %}{% for call in m.tool_calls %}
+{{ "<|im_start|>" + call.function.name + "\\n```json\\n" + call.function.arguments + "\\n```" }}{% endfor %}
+{% else %}{{ m.role + ": " + m.content + "<|end_of_turn|>" }}{% endif %}{% endfor %}"""
 CHATML, TRANSCRIPT = None, "transcript"
 TALK = [USER, REPLY, USER]
 TOOLS_TALK = [USER, CALLING, RESULT, RESULT, REPLY, USER]
@@ -114,17 +118,31 @@ def test_templates_that_write_every_message_accept_it(source: str | None, messag
         ),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", TOOLS_TALK, 1),
         ("{{ messages[-1].content }}", TALK, 0),
-        (MISTRAL, [SYSTEM, USER, {**REPLY, "content": "hello"}], 0),
     ],
 )
 def test_message_that_a_template_leaves_out_is_refused(source: str, messages: list[Any], number: int) -> None:
     for encode in (template(source).encode_prompt, template(source).encode_with_mask):
-        with pytest.raises(DataError, match=f"message {number}: the chat template leaves out"):
+        with pytest.raises(DataError, match=f"leaves out(?s:.*)message {number} is left out"):
             encode(messages)
     with pytest.raises(DataError, match="leaves out"):
         template("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}").encode_after_reply(
             [USER], [RESULT]
         )
+
+
+@pytest.mark.parametrize("first", [SYSTEM, DEVELOPER])
+def test_message_left_out_by_position_is_a_warning(first: Any) -> None:
+    """An agent's prompt after a tool's result, and between two tool results."""
+    chat = template(MISTRAL)
+    with pytest.warns(UserWarning, match=f"leaves out a message of the role '{first['role']}'"):
+        assert chat.encode_prompt([first, USER, CALLING, RESULT], [TOOL])
+    with pytest.warns(UserWarning, match="leaves out"):
+        assert b'{"y"' in TOKENIZER.decode(chat.encode_after_reply([first, USER], [RESULT], [TOOL]))
+
+
+def test_calls_are_rendered_as_text_where_a_template_needs_it() -> None:
+    text = TOKENIZER.decode(template(DEEPSEEK).encode_prompt([SYSTEM, *TOOLS_TALK], [TOOL]))
+    assert b'up\n```json\n{"x": 1}\n```' in text
 
 
 def test_developer_message_is_rendered_as_system_if_left_out() -> None:

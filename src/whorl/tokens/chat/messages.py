@@ -5,12 +5,13 @@
     tools                    {"type": "function", "function": {"name", "description", "parameters", "strict"}}
 
 Keys have this order, because templates write whole objects as JSON. Other keys follow. Keys without a value are left out.
+A template that leaves out or rejects this form may write another (`FORMS`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whorl.errors import DataError, shorten
@@ -78,3 +79,26 @@ def json_value(text: str) -> Any:
 def _ordered(value: Mapping[str, Any], first: Sequence[str]) -> dict[str, Any]:
     """Return the keys with a value: those of `first`, then the others."""
     return {k: value[k] for k in dict.fromkeys((*first, *value)) if value.get(k) is not None}
+
+
+def _developer_as_system(message: Message) -> Message:
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _calls_as_text(message: Message) -> Message:
+    """Return a message with its calls as DeepSeek's templates write them: arguments as JSON, and no content."""
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(arguments, ensure_ascii=False, default=str),
+            },
+        }
+        for call in message.get("tool_calls", ())
+        for arguments in (call["function"]["arguments"],)
+    ]
+    return {**message, "content": None, "tool_calls": calls} if calls else message
+
+
+FORMS: tuple[Callable[[Message], Message], ...] = (dict, _developer_as_system, _calls_as_text)

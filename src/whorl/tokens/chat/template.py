@@ -20,8 +20,10 @@ Borders are where generation would start, and text is encoded piece by piece bet
 same ids. It needs a template that only appends; one that rewrites earlier turns is rejected.
 
 A template may leave a message out: one that has no words for the role `developer` writes nothing, without an error. So each
-conversation is rendered once more with a mark in the place of each content, and a message whose mark is missing is refused.
-A `developer` message that is left out becomes a `system` message.
+conversation is rendered once more with a mark in the place of each content. If a mark is missing, other forms are tried
+(`FORMS` of `messages.py`). A message is refused if the template writes it neither as the first nor before a user's turn.
+Otherwise its position is the cause: Mistral's templates write the system message only if the last turn is a user's. That
+is a warning.
 
 A turn ends with the token that the template writes behind a reply. It is one of `stop_ids`.
 """
@@ -29,14 +31,16 @@ A turn ends with the token that the template writes behind a reply. It is one of
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from whorl.errors import DataError, shorten
 from whorl.tokens.chat.builtin_templates import CHATML, IM_END, IM_START, TRANSCRIPT, TRANSCRIPT_STOPS
-from whorl.tokens.chat.messages import Message, canonical_messages, canonical_tools
+from whorl.tokens.chat.messages import FORMS, Message, canonical_messages, canonical_tools
 from whorl.tokens.chat.special_token_escape import SpecialTokenEscaper, unused_character
 from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.template_source import compile_template, read_template, turn_end
@@ -144,8 +148,8 @@ class ChatTemplate:
             after = self._render(messages[: i + 1], tools, False, variables, mark)
             if not (after.startswith(before) and whole.startswith(after)):
                 raise DataError(
-                    f"message {i}: the chat template changes it when later messages follow",
-                    expected="a template that only appends",
+                    "the chat template changes an assistant's message when later messages follow",
+                    expected=f"a template that only appends; message {i} changes",
                     do="truncate the conversations after their first answer, or use another template",
                 )
             ends = [m.end() for m in self._end_pattern.finditer(after, len(before))]
@@ -209,18 +213,49 @@ class ChatTemplate:
         shown: list[Message] = [*canonical_messages(messages)]
         tools = canonical_tools(tools)
         mark = unused_character((shown, tools, variables))
-        left_out = self._left_out(shown, tools, add_generation_prompt, variables, mark)
-        if any(shown[n].get("role") == "developer" for n in left_out):
-            shown = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in shown]
-            left_out = self._left_out(shown, tools, add_generation_prompt, variables, mark)
-        if left_out:
-            role = messages[left_out[0]].get("role")
+        found, errors = list[tuple[list[int], list[int], list[Message]]](), list[DataError]()
+        for form in FORMS:
+            before, shown = shown, [form(m) for m in shown]
+            if (found or errors) and shown == before:
+                continue
+            try:
+                left_out = self._left_out(shown, tools, add_generation_prompt, variables, mark)
+            except DataError as error:
+                errors.append(error)
+                continue
+            if not left_out:
+                return shown, [*tools], mark
+            refused = [n for n in left_out if not self._writes_role(shown, n, tools, variables, mark)]
+            found.append((refused, left_out, shown))
+        if not found:
+            raise errors[0]
+        refused, left_out, shown = min(found, key=lambda one: len(one[0]))
+        if refused:
+            role = shorten(str(messages[refused[0]].get("role")))
             raise DataError(
-                f"message {left_out[0]}: the chat template leaves out this message of the role {shorten(str(role))!r}",
-                expected="roles, tool calls and an order that this template writes",
+                f"the chat template leaves out messages of the role {role!r}",
+                expected=f"roles and tool calls that this template writes; message {refused[0]} is left out",
                 do="write the text into a user or system message, or use a template that has this role",
             )
+        for role in sorted({shorten(str(messages[n].get("role"))) for n in left_out}):
+            warnings.warn(f"the chat template leaves out a message of the role {role!r} here", stacklevel=3)
         return shown, [*tools], mark
+
+    def _writes_role(
+        self,
+        messages: Sequence[Message],
+        number: int,
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        mark: str,
+    ) -> bool:
+        """Return whether the template writes a message when it is the first, or when a user's turn follows it."""
+        for start in (number, 0):
+            turns = [*messages[start : number + 1], {"role": "user", "content": "a"}]
+            with suppress(DataError):  # of templates that need another order
+                if number - start not in self._left_out(turns, tools, True, variables, mark):
+                    return True
+        return False
 
     def _left_out(
         self,
