@@ -32,9 +32,15 @@ UNVERIFIABLE = {  # what the tests hand over: (name in the reason, tests of `cal
     "derived class": ("derive", "class B(A):\n    pass\nassert B"),
     "cyclic list": ("contains itself", "a = []\na.append(a)\nassert call(len, a) == 1"),
     "stdin of bytes": ("io.StringIO", "import io, sys\nsys.stdin = io.TextIOWrapper(io.BytesIO(b'1'))\nassert call(len, []) == 0"),
+    "text": ("execute text", "assert eval(call(lambda x: x, '3')) == 3"),
+    "statements": ("execute text", "names = {}\nexec(call(lambda x: x, 'x = 3'), names)\nassert names['x'] == 3"),
+    "pickle": ("load a pickle", "import pickle\nassert pickle.loads(call(pickle.dumps, slice(3))) == slice(3)"),
+    "annotations": ("execute text", "from typing import get_type_hints\nassert get_type_hints(call) == {'return': object}"),
+    "suppressed error": ("suppresses", "with A():\n    assert call(len, 3) == 1\nassert A"),
+    "suppressed": ("suppresses", "with A():\n    assert call(len, []) == 1\nassert A"),
     "caught": ("tests.Log", "class Log: pass\ntry: call(len, Log())\nexcept BaseException: pass\nassert True"),
 }  # fmt: skip
-CALL = "class A: pass\ndef call(f, x): return f(x)\n"
+CALL = "class A:\n    __enter__ = lambda s: s\n    __exit__ = lambda s, *error: True\ndef call(f, x) -> 'object': return f(x)\n"
 ANY = "class Any:\n    __eq__ = lambda s, o: True\n    __sub__ = __rsub__ = __abs__ = lambda s, *o: 0\n    __lt__ = lambda s, o: True\n"
 FORGE = (
     ANY
@@ -64,7 +70,7 @@ def test_what_no_program_may_get_is_named(sandbox: Sandbox) -> None:
     assert {n: r.kind for n, r in honest.items()} == dict.fromkeys(UNVERIFIABLE, "unverifiable")
 
 
-RIGHT = "import math\ndef add(a, b): return a + b\n"
+RIGHT = "import math\ndef add_log(f): return lambda: f()\ndef add(a, b): return a + b\n"
 CASE = "import unittest\nfrom decimal import Decimal\nMETADATA = {}\nclass T(unittest.TestCase):\n    def test_a(self): self.assertAlmostEqual(add(1, 2), 3)"
 ATTACKS = {  # (tests, forged programs); RIGHT passes each
     "names that are only mentioned": (CASE, [ANY.replace("Any", n) + f"def add(a, b): return {n}()" for n in ("Decimal", "TestCase", "METADATA", "T", "Other")]),
@@ -87,6 +93,10 @@ ATTACKS = {  # (tests, forged programs); RIGHT passes each
     "argument that is changed": ("want = [1, 2]\nassert add(want, []) == want\nassert want == [1, 2]", ["def add(a, b):\n    a.clear()\n    return []"]),
     "class-building hook": ("class T:\n    a = 3\nassert add(1, 2) == T.a", ["import builtins\nbuiltins.__build_class__ = lambda *a, **k: Any\ndef add(a, b): return 9",
                             "import threading, sys\nthreading.setprofile(print)\nsys.settrace(lambda *a: sys.exit(0))\ndef add(a, b): return 9"]),
+    "decorated test": ("from program import *\n@add_log\ndef test_a(): assert add(1, 2) == 3\ndef test_b(): assert add(2, 2) == 4",
+                       ["def add_log(f): return lambda: None\ndef add(a, b): return 4"]),
+    "predicate": ("assert str(add('a', 'b')).startswith('ab') and add('a', 'b').endswith('b')",
+                  [f"{ANY}    endswith = lambda s, o: True\n    __str__ = lambda s: 'ab'\ndef add(a, b): return Any()"]),
     "printed verdict": ("import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as out: add(1, 2)\nassert out.getvalue() == '' and add(1, 2) == 3",
                         ["print('passed')\ndef add(a, b): print('{\"reason\": \"passed\"}')"]),
 }  # fmt: skip

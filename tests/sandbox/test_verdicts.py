@@ -110,6 +110,7 @@ UNCHECKED = {  # tests that a wrong program passed because they did not run
     "coroutine": "async def test_a(): assert add(1, 2) == 3",
     "generator": "def test_a():\n    yield\n    assert add(1, 2) == 3",
     "swallowed": "def test_a():\n    try: assert add(1, 2) == 3\n    except: pass",
+    "true in a handler": "def test_a():\n    try: assert add(1, 2) == 3\n    except: assert True",
     "assertRaises": "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n"
     "        with self.assertRaises(ZeroDivisionError): 1 / (add(1, 2) - 3)",
     "expected error": "def test_a():\n    try:\n        1 / (add(1, 2) - 3)\n        assert False\n"
@@ -125,6 +126,9 @@ NOTHING = {  # tests that can never check anything
     "returned comparison": "def test_a(): return add(1, 2) == 3\nassert add",
     "lambda": "test_a = lambda: add(1, 2) == 3",
     "early return": "def test_a():\n    return\n    assert add(1, 2) == 3",
+    "always true": "assert (add(1, 2) == 3, 'sum')\nassert lambda: add\nassert (add(n, 2) == 3 for n in [1])\nassert [0]",
+    "assertTrue of a generator": "import unittest\nclass T(unittest.TestCase):\n"
+    "    def test_a(self): self.assertTrue(add(n, 2) == 3 for n in [1])",
     "empty test": "def test_a(): pass\ndef test_b(): assert True",
     "never awaited": "async def check(): assert add(1, 2) == 3\ndef test_a(): check()",
     "empty list": "def test_a():\n    for case in range(0): assert add(case, 2) == case + 2",
@@ -232,7 +236,7 @@ def test_tests_are_not_in_memory_while_program_runs(sandbox: Sandbox) -> None:
         "    except BaseException: return ''\n"
         "found = [t for t in map(shown, gc.get_objects()) if ' '.join(['open', 'sesame']) in t]\n"
     )
-    result = sandbox.run(Program(spy + "print(len(found))", "secret = ['open sesame']\nassert True"))
+    result = sandbox.run(Program(spy + "print(len(found))", "secret = ['open sesame']\nassert secret"))
     assert result.ok and result.output == "0\n", result
 
 

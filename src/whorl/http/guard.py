@@ -6,7 +6,7 @@
     no content-encoding                                        a compressed body, which no route reads
 
 A path is checked as each program behind this one may read it: decoded any number of times, with "\\" as "/", and without
-the part of a segment behind ";". "%2F" is allowed, because clients write it in names of models.
+the part of a segment behind ";", "?", "#" or a space. "%2F" is allowed, because clients write it in names of models.
 """
 
 from __future__ import annotations
@@ -83,6 +83,6 @@ def path_problem(target: str) -> str:
     path = path.replace("\\", "/")
     if path.startswith("//"):
         return "the path begins with '//'"
-    if any(part.partition(";")[0] in (".", "..") for part in path.split("/")):
+    if any(re.split("[;?# ]", part)[0] in (".", "..") for part in path.split("/")):
         return "the path has a segment '.' or '..'"
     return ""

@@ -24,6 +24,11 @@ from whorl.sandbox.rpc.program_peer import PROGRAM_NUMBER
 from whorl.sandbox.rpc.tests_peer import TestsPeer
 from whorl.sandbox.unit_tests import run_tests
 
+# Modules that may execute code. Elsewhere (`eval` in tests, `typing.get_type_hints`) it may be text of the program.
+_MAY_EXECUTE = (
+    __name__, run_tests.__module__, "importlib._bootstrap", "importlib._bootstrap_external", "collections", "dataclasses",
+)  # fmt: skip
+
 
 class TestRunner:
     """Runs the checks of one program. The zygote creates it; a fork calls `run` once."""
@@ -45,6 +50,7 @@ class TestRunner:
         peer, outputs = self.peer, []
         peer.receive_fd, peer.send_fd = replies, requests
         peer.remember_streams()
+        sys.addaudithook(self._refuse_code)
         try:
             data = read_frame(checks)
             random.seed(data)  # no number that the program could draw as well
@@ -60,6 +66,12 @@ class TestRunner:
             self.streams.output.flush()
         write_frame(verdict, json.dumps({"reason": peer.failure or reason, "outputs": outputs}).encode())
         os._exit(0)
+
+    def _refuse_code(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Refuse to execute what may be text or a pickle of the program, in a process that holds the verdict."""
+        executes = event == "exec" and sys._getframe(1).f_globals.get("__name__") not in _MAY_EXECUTE
+        if executes or event == "pickle.find_class":
+            self.peer.refuse("the tests execute text or load a pickle, which the program may have written")
 
     def _names(self, used: list[str], modules: list[str]) -> dict[str, Any]:
         """Return the namespace of the tests, with the names of the program that they use, and modules of the library."""

@@ -3,7 +3,7 @@
 Each assertion advances a counter when it has held (`compile_checks`), so one that fails and whose error the tests catch
 does not count. An assertion is
 
-    assert x; a call assert...(x); with assert...(x);
+    assert x; a call assert...(x); with assert...(x); but x is no literal, function or generator, which are always true
     an `if`, `match` or loop's `else` with a branch that raises, when it ends;
     a `try` that raises in its body or `else`, when it ends. Its handlers must not catch AssertionError.
 
@@ -86,6 +86,15 @@ def _swallows(handlers: Sequence[ast.ExceptHandler]) -> bool:
     return False
 
 
+def _always_holds(node: ast.AST) -> bool:
+    """Return whether an assertion checks nothing: `assert True`, `assert (x == 1, "text")`, `assertTrue(... for ...)`."""
+    first = node.args[:1] if isinstance(node, ast.Call) and _called_name(node) == "asserttrue" else []
+    tests = [node.test] if isinstance(node, ast.Assert) else first
+    return any(
+        isinstance(x, (ast.Constant, ast.Tuple, ast.List, ast.Lambda, ast.GeneratorExp)) for x in tests
+    )
+
+
 class _CountChecks(ast.NodeTransformer):
     """Advance the counter after every assertion that holds."""
 
@@ -97,6 +106,8 @@ class _CountChecks(ast.NodeTransformer):
         if isinstance(node, (ast.With, ast.AsyncWith)):
             self._contexts |= {id(item.context_expr) for item in node.items}
         self.generic_visit(node)
+        if _always_holds(node):
+            return node
         if isinstance(node, ast.Assert) or (isinstance(node, ast.stmt) and _is_guard(node)):
             return [node, ast.copy_location(ast.Expr(self._count([])), node)]
         if _called_name(node).startswith("assert") and id(node) not in self._contexts:
@@ -200,7 +211,10 @@ def run_tests(
     try:
         exec(code, names)
         bound = {n: v for n, v in names.items() if n not in given or given[n] is not v}
-        bound = {n: v for n, v in bound.items() if not isinstance(v, Handle)}
+        defined = {
+            c.co_name for c in code.co_consts if isinstance(c, CodeType)
+        }  # a test that the program decorates
+        bound = {n: v for n, v in bound.items() if n in defined or not isinstance(v, Handle)}
         for name, test in _find_tests(bound):
             running, before = name, counter.held
             _call(test)

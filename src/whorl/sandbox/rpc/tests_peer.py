@@ -13,6 +13,7 @@ show the expected value to the program (`f(x) - 3.5`); they need tests that use 
 from __future__ import annotations
 
 import io
+import opcode
 import sys
 from collections.abc import Generator
 from types import (
@@ -23,7 +24,7 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import Any
+from typing import Any, NoReturn
 
 from whorl.sandbox.rpc.peer import Peer, ProgramEnded
 from whorl.sandbox.rpc.program_peer import ARITHMETIC, BINARY, PATCHABLE, UNARY
@@ -38,6 +39,7 @@ READABLE = (
     "__mro__",
     "__bases__",
 )
+PREDICATES = ("startswith", "endswith", "issubset", "issuperset", "isdisjoint")  # of str and set: comparisons
 _BY_NAME = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 _STREAMS = ("stdin", "stdout", "stderr")
 
@@ -161,7 +163,11 @@ class TestsPeer(Peer):
             raise TypeError("the program returned its own object where a builtin value is compared")
 
     def _refuse(self, what: str) -> Any:
-        self.failure = f"unverifiable: the tests hand {what} to the program"
+        self.refuse(f"the tests hand {what} to the program")
+
+    def refuse(self, why: str) -> NoReturn:
+        """End the tests. Raises Unverifiable."""
+        self.failure = f"unverifiable: {why}"
         raise Unverifiable(self.failure)
 
     def _patches(self) -> list[Any]:
@@ -199,6 +205,8 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         if name[:2] == "__" and name not in READABLE:
             raise AttributeError(name)
+        if name in PREDICATES and id(self) != id(sys.modules.get("program")):
+            _peer(self).check_operand(None)
         return _forward(self, "getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -222,8 +230,18 @@ class Handle:
         _peer(self).check_operand(value)
         return _forward(self, "contains", value) is True
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        return _forward(self, "exit", error)
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if not _forward(self, "exit", error) or error is None:
+            return False
+        while trace.tb_next:
+            trace = trace.tb_next
+        code = trace.tb_frame.f_code
+        raised = (
+            code.co_code[trace.tb_lasti] == opcode.opmap["RAISE_VARARGS"] and code.co_filename == "tests.py"
+        )
+        if not raised or isinstance(error, AssertionError):  # an assertion of the block may not have run
+            _peer(self).refuse("a context manager of the program suppresses an error that no `raise` raised")
+        return True
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _forward(self, "deepcopy")
