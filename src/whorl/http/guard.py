@@ -5,8 +5,8 @@
     the path is in origin form, without "." and ".."           a path that names another route, tenant or host
     no content-encoding                                        a compressed body, which no route reads
 
-A path is checked as each program behind this one may read it: decoded any number of times, with "\\" as "/", and without
-the part of a segment behind ";", "?", "#" or a space. "%2F" is allowed, because clients write it in names of models.
+A path is checked as each program behind this one may read it: decoded any number of times, with "\\" as "/". The
+part of a segment behind ";", "?", "#" or a space is cut off. "%2F" is allowed, because clients write it in names of models.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each assertion advances a counter when it has held (`compile_checks`), so one that fails and whose error the tests catch
 does not count. An assertion is
 
-    assert x; a call assert...(x); with assert...(x); but x is no literal, function or generator, which are always true
+    assert x; a call assert...(x); with assert...(x);
     an `if`, `match` or loop's `else` with a branch that raises, when it ends;
     a `try` that raises in its body or `else`, when it ends. Its handlers must not catch AssertionError.
 
@@ -13,6 +13,8 @@ The tests' process, in which no statement of the program runs, executes the code
 2. names that start with `test` and that the tests bind: functions, coroutine functions, generators, wrapped callables
 3. classes that start with `Test`, as pytest runs them: a new object for each method `test...`
 4. cases of `unittest`
+
+A literal, a function or a generator as x is always true and counts as none.
 
 Each of 2 to 4 must hold an assertion. A test that cannot run (it needs arguments, or is marked as an expected failure) has
 failed.
