@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.corpus import Corpus, CurateConfig, IngestConfig, curate, document_files, fingerprint, ingest
+from whorl.corpus.deduplication.near import clusters, verify
 from whorl.corpus.readers import divide
 from whorl.errors import DataError
 from whorl.tracking.progress import Progress
@@ -112,6 +113,36 @@ def test_small_corpus_has_splits_or_advice_that_works(tmp_path: Path, n_bytes: i
         split["documents"]
         for split in splits_of(tmp_path / "advised", text, split_bytes=int(advised)).values()
     )
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_pieces_of_one_text_are_no_near_duplicates(
+    native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in () if native else (clusters, verify):
+        monkeypatch.setattr(module, "library", lambda: None)
+    rng = random.Random(6)
+    header = " ".join(str(rng.randrange(10**6)) for _ in range(120))
+    pages = [header + "\n" + book(700, n).replace("\n\n", "\n") + "\n" for n in range(200)]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("".join(pages))
+
+    def reasons(files: str) -> tuple[dict[str, int], dict[str, int]]:
+        out = tmp_path / files
+        out.mkdir()
+        config = IngestConfig(
+            sources=[str(tmp_path / "in")], split_bytes=max(len(page) for page in pages) - 300
+        )
+        assert ingest(config, out, Progress.silent())["documents"] == 200 * len(files)
+        found = curate(CurateConfig(rules={"mostly_digits": ""}), document_files(out), out, Progress.silent())
+        counts = ({k: v["documents"] for k, v in found[name].items()} for name in ("dropped", "splits"))
+        return next(counts), next(counts)
+
+    removed, splits = reasons("a")
+    assert not removed and sum(splits.values()) == 200 and min(splits.values()) >= 5
+    (tmp_path / "in" / "b.txt").write_text("".join(page.replace(" 1", " 2", 1) for page in pages))
+    removed, splits = reasons("ab")
+    assert removed == {"near_duplicate": 200} and sum(splits.values()) == 200
 
 
 def test_code_is_never_divided(tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ def test_joined_buckets_equal_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def joined() -> list[int]:
         parent = np.arange(50)
-        clusters.join_buckets(keys.copy(), documents.copy(), signatures, 0.9, parent)
+        text_file = np.arange(50) // 5 % 5  # of 0, all are joined
+        clusters.join_buckets(keys.copy(), documents.copy(), signatures, 0.9, text_file, parent)
         return clusters.flattened(parent).tolist()
 
     native = joined()

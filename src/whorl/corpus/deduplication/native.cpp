@@ -314,9 +314,11 @@ void whorl_digest(const uint64_t* rows, int64_t n, int64_t width, uint64_t* out)
     }
 }
 
-// Join documents of a bucket that agree in at least `least` numbers. keys: sorted. parent: [documents].
+// Join documents of a bucket that agree in at least `least` numbers. keys: sorted. parent: [documents]. text_file:
+// [documents], those with the same number, except 0, are pieces of one text and are not joined.
 void whorl_join(const uint32_t* keys, const int64_t* documents, int64_t n, const uint16_t* const* signatures,
-                const int64_t* first, int64_t files, int32_t hashes, int32_t least, int64_t all_pairs, int64_t* parent) {
+                const int64_t* first, int64_t files, int32_t hashes, int32_t least, int64_t all_pairs,
+                const int64_t* text_file, int64_t* parent) {
     const Files from{signatures, first, files, hashes};
     std::vector<int64_t> rest, next;
     for (int64_t begin = 0, end; begin < n; begin = end) {
@@ -330,7 +332,8 @@ void whorl_join(const uint32_t* keys, const int64_t* documents, int64_t n, const
             next.clear();
             for (size_t i = 1; i < rest.size(); i++) {
                 const int64_t other = rest[i], x = find(parent, leader), y = find(parent, other);
-                const bool similar = (all && x == y) || agreement(own, from.at(other), hashes) >= least;
+                const bool apart = text_file[leader] && text_file[leader] == text_file[other];
+                const bool similar = (all && x == y) || (!apart && agreement(own, from.at(other), hashes) >= least);
                 if (similar && x != y) parent[std::max(x, y)] = std::min(x, y);
                 if (all || !similar) next.push_back(other);
             }
@@ -344,8 +347,9 @@ void whorl_join(const uint32_t* keys, const int64_t* documents, int64_t n, const
 // Greedy removal in the order given. Document i has the sorted set sets[i], of lengths[i]; those with the same number
 // of component[i] follow one another. matched[i]: the document that stays and makes i superfluous, or -1. Up to
 // MAX_COMPARED_ALL that stay are compared each; of more, those that share a band, whose signatures are computed then.
+// Those with the same number of text_file, except 0, are not compared.
 void whorl_remove(int64_t n, const uint64_t* const* sets, const int64_t* lengths, const int64_t* component,
-                  const uint8_t* stays, const uint64_t* a, const uint64_t* b, int32_t hashes, int32_t bands,
+                  const int64_t* text_file, const uint8_t* stays, const uint64_t* a, const uint64_t* b, int32_t hashes, int32_t bands,
                   int32_t rows, double threshold, int64_t* matched, double* similarity) {
     std::unordered_map<uint64_t, std::vector<int64_t>> buckets;
     std::vector<uint32_t> signature(hashes);
@@ -382,6 +386,7 @@ void whorl_remove(int64_t n, const uint64_t* const* sets, const int64_t* lengths
         }
         for (int64_t j : has_buckets ? candidates : kept) {
             if (stays[i]) break;
+            if (text_file[i] && text_file[i] == text_file[j]) continue;
             const int64_t sum = lengths[i] + lengths[j], most = std::min(lengths[i], lengths[j]);
             if (double(most) < threshold * double(sum - most)) continue;
             const int64_t both = sets[i] == sets[j] ? most : common(sets[i], lengths[i], sets[j], lengths[j]);

@@ -36,8 +36,8 @@ def library() -> ctypes.CDLL | None:
         ("digest", [p, i64, i64, p]),
         ("unique", [p, p, i64]),
         ("sort", [p, p, i64, p, p]),
-        ("join", [p, p, i64, p, p, i64, i32, i32, i64, p]),
-        ("remove", [i64, p, p, p, p, p, p, i32, i32, i32, real, p, p]),
+        ("join", [p, p, i64, p, p, i64, i32, i32, i64, p, p]),
+        ("remove", [i64, p, p, p, p, p, p, p, i32, i32, i32, real, p, p]),
     ):
         function = getattr(found, f"whorl_{name}")
         function.restype, function.argtypes = None, arguments

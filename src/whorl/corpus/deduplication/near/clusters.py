@@ -22,13 +22,14 @@ MAX_ALL_PAIRS_BUCKET = 256
 
 def join_buckets(
     keys: NDArray[np.uint32], documents: NDArray[np.int64], signatures: Sequence[NDArray[np.uint16]], threshold: float,
-    parent: NDArray[np.int64],
+    text_file: NDArray[np.int64], parent: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """Join, in `parent`, documents of equal keys that agree in at least `threshold` of their signatures.
 
     Args:
         keys, documents: [n] records; both are overwritten.
         signatures: [n_documents, hashes] of each file. A document is a number over all files in order.
+        text_file: [n_documents] documents with the same number, except 0, are not joined (`sign.text_files`).
         parent: [n_documents] a forest in which no parent is larger than its child.
     """
     hashes = signatures[0].shape[1]
@@ -36,7 +37,7 @@ def join_buckets(
     native = library()
     if native is None:
         order = np.argsort(keys, kind="stable")
-        _join(keys[order], documents[order], signatures, least, parent)
+        _join(keys[order], documents[order], signatures, least, text_file, parent)
         return
     first = np.cumsum([0, *map(len, signatures)], dtype=np.int64)
     scratch = np.empty_like(keys), np.empty_like(documents)
@@ -44,13 +45,13 @@ def join_buckets(
     native.whorl_sort(pointer(keys), pointer(documents), len(keys), pointer(scratch[0]), pointer(scratch[1]))
     native.whorl_join(
         pointer(keys), pointer(documents), len(keys), pointer(addresses), pointer(first), len(signatures), hashes,
-        least, MAX_ALL_PAIRS_BUCKET, pointer(parent),
+        least, MAX_ALL_PAIRS_BUCKET, pointer(text_file), pointer(parent),
     )  # fmt: skip
 
 
 def _join(
     keys: NDArray[np.uint32], documents: NDArray[np.int64], signatures: Sequence[NDArray[np.uint16]], least: int,
-    parent: NDArray[np.int64],
+    text_file: NDArray[np.int64], parent: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """Compute `join_buckets` in numpy, from sorted keys."""
     first = np.cumsum([0, *map(len, signatures)])
@@ -68,7 +69,8 @@ def _join(
             if len(rest) < 2:
                 break
             leader, rest = rest[0], rest[1:]
-            similar = (rows[rest] == rows[leader]).sum(axis=1) >= least
+            own, others = text_file[bucket[leader]], text_file[bucket[rest]]
+            similar = ((rows[rest] == rows[leader]).sum(axis=1) >= least) & ((own == 0) | (others != own))
             for other in rest[similar].tolist():
                 a, b = _find(parent, int(bucket[leader])), _find(parent, int(bucket[other]))
                 parent[max(a, b)] = min(a, b)

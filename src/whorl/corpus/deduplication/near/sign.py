@@ -9,6 +9,7 @@ that differ in the other bits only cost a comparison of signatures. Memory does 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from whorl.corpus.deduplication.near.minhash import (
 from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.deduplication.shingles import TextBlock
 from whorl.corpus.mapreduce import Output, partition_name
+from whorl.data.formats import format_name
 
 SIGNATURES = "signatures"
 
@@ -41,6 +43,26 @@ def count_rows(path: str) -> int:
     import pyarrow.parquet as pq
 
     return int(pq.read_metadata(path).num_rows)
+
+
+def text_files(path: str) -> NDArray[np.int64]:
+    """Return a hash of each document's source and path if it is (a piece of) a text file, else 0: [n_documents].
+
+    Pieces of one text may have a common header and are no duplicates. Records of other formats may be duplicates.
+    """
+    import pyarrow.parquet as pq
+
+    if not {"source", "path"} <= set(pq.read_schema(path).names):
+        return np.zeros(count_rows(path), np.int64)
+    table = pq.read_table(path, columns=["source", "path"])
+    pairs = zip(table["source"].to_pylist(), table["path"].to_pylist(), strict=True)
+    return np.fromiter((_text_file(*pair) for pair in pairs), np.int64, len(table))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _text_file(source: str, path: str) -> int:
+    digest = hashlib.blake2b(f"{source}\0{path}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True) if format_name(path) == "text" else 0
 
 
 def sign(

@@ -40,6 +40,7 @@ from whorl.corpus.deduplication.near.sign import (
     partition_names,
     read_records,
     stage_settings,
+    text_files,
 )
 from whorl.corpus.deduplication.near.stars import EDGES, forest, whole_components
 from whorl.corpus.deduplication.near.verify import ShingleSets, matches
@@ -56,7 +57,7 @@ from whorl.corpus.mapreduce import (
     shuffled,
 )
 
-VERSION, REMOVE_VERSION = 5, 5
+VERSION, REMOVE_VERSION = 6, 6
 RECORDS_PER_PARTITION = 1 << 22  # 48 MB, and as much for sorting
 SHINGLES_PER_PARTITION = 1 << 25  # 256 MB
 MEMBERS, MATCHES = "members-{:05d}", "matches"
@@ -145,9 +146,10 @@ def find_clusters(
     signed = _sign([Input.of(path) for path in documents], config, store, executor, advance)
     signatures = [read_arrays(o.folder / SIGNATURES)[0] for o in signed]
     is_first, parent = first == np.arange(len(first)), first.copy()
+    pieces = np.concatenate([np.zeros(0, np.int64), *(text_files(str(path)) for path in documents)])
     for name in partition_names(signed):
         keys, records = read_records([str(o.folder / name) for o in signed], signatures, is_first)
-        join_buckets(keys, records, signatures, config.similarity, parent)
+        join_buckets(keys, records, signatures, config.similarity, pieces, parent)
     return flattened(parent)
 
 
@@ -173,7 +175,8 @@ def join(
     first = np.cumsum([0, *map(len, signatures)], dtype=np.int64)
     keys, documents = read_records(inputs[:half], signatures)
     parent = np.arange(first[-1])
-    join_buckets(keys, documents, signatures, float(config["join_similarity"]), parent)
+    unknown = np.zeros(len(parent), np.int64)  # `remove` does not compare pieces of one text
+    join_buckets(keys, documents, signatures, float(config["join_similarity"]), unknown, parent)
     parent = flattened(parent)
     children = np.flatnonzero(parent != np.arange(len(parent)))
     ends = [_numbers(some, first) for some in (parent[children], children)]
@@ -211,13 +214,14 @@ def gather(
 ) -> dict[str, int]:
     """Map: write the sets of shingles of a file's documents that have candidates, by the partition of their component.
 
-    Equal texts of a row group share a set. A partition has the six arrays of `remove` for each row group.
+    Equal texts of a row group share a set. A partition has the seven arrays of `remove` for each row group.
     """
     settings, partitions = stage_settings(config), int(config["partitions"])
     members = [read_arrays(path) for path in inputs[1:]]
     rows, root, rank = (np.concatenate([m[k] for m in members]) for k in range(3))
     order = np.argsort(rows)
     rows, root, rank = rows[order], root[order], rank[order]
+    pieces = text_files(inputs[0])[rows]
     for part in range(partitions):
         write_arrays(out / partition_name(part))
     start = total = 0
@@ -230,7 +234,7 @@ def gather(
         for part, some in enumerate(partitioned(mix(root[own].astype(np.uint64)), partitions)):
             sets, local = np.unique(which[some], return_inverse=True)
             taken = values if partitions == 1 else values[_ranges(first[sets], sizes[sets])]
-            columns = rows[own][some], root[own][some], rank[own][some], local, sizes[sets], taken
+            columns = *(a[own][some] for a in (rows, root, rank, pieces)), local, sizes[sets], taken
             write_arrays(out / partition_name(part), *columns, append=True)
         start, total = own.stop, total + len(values)
     return {"shingles": total}
@@ -242,23 +246,23 @@ def remove(
     """Reduce: write which documents of whole components are removed, for which one, and their exact similarity."""
     earlier = int(config["earlier"])
     settings = MinHashConfig(**{k: v for k, v in config.items() if k != "earlier"})
-    columns: list[list[NDArray[Any]]] = [[np.zeros(0, kind)] for kind in (*[np.int64] * 6, bool)]
+    columns: list[list[NDArray[Any]]] = [[np.zeros(0, kind)] for kind in (*[np.int64] * 7, bool)]
     values: list[NDArray[np.uint64]] = []
     for file, path in enumerate(inputs):
         arrays = read_arrays(path)
-        for at in range(0, len(arrays), 6):
-            rows, root, rank, local, sizes, taken = arrays[at : at + 6]
+        for at in range(0, len(arrays), 7):
+            rows, root, rank, pieces, local, sizes, taken = arrays[at : at + 7]
             begin = (np.cumsum(sizes) - sizes)[local]
             part, is_new = np.full(len(rows), len(values)), np.full(len(rows), file >= earlier)
             values.append(taken)
             document = rows + (np.int64(file) << 32)
-            found = document, root, rank, part, begin, sizes[local], is_new
+            found = document, root, rank, pieces * is_new, part, begin, sizes[local], is_new
             for column, some in zip(columns, found, strict=True):
                 column.append(some)
-    document, root, rank, part, begin, length, is_new = (np.concatenate(c) for c in columns)
+    document, root, rank, pieces, part, begin, length, is_new = (np.concatenate(c) for c in columns)
     order = np.lexsort((document, rank, is_new, root))
     sets = ShingleSets(values, part[order], begin[order], length[order])
-    matched, similarity = matches(sets, root[order], ~is_new[order], settings)
+    matched, similarity = matches(sets, root[order], pieces[order], ~is_new[order], settings)
     gone = np.flatnonzero(matched >= 0)
     document = document[order].astype(np.int64)
     write_arrays(out / MATCHES, document[gone], document[matched[gone]], similarity[gone])

@@ -58,33 +58,36 @@ class ShingleSets:
 
 
 def matches(
-    sets: ShingleSets, component: NDArray[np.int64], stays: NDArray[np.bool_], config: MinHashConfig
+    sets: ShingleSets, component: NDArray[np.int64], text_file: NDArray[np.int64], stays: NDArray[np.bool_],
+    config: MinHashConfig,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
     """Return which document makes each superfluous, or -1 if it stays, and their similarity.
 
     Args:
         sets: [n] in the order of preference within a component.
         component: [n] documents of a component follow one another.
+        text_file: [n] documents with the same number, except 0, are not compared (`sign.text_files`).
         stays: [n] documents of earlier corpora, which are never removed.
     """
     matched, similarity = np.empty(len(sets), np.int64), np.empty(len(sets), np.float64)
     native = library()
     if native is None:
-        return _matches(sets, component, stays, config)
+        return _matches(sets, component, text_file, stays, config)
     functions = padded_functions(config)
     addresses, lengths = sets.addresses(), np.ascontiguousarray(sets.length, np.int64)
-    component = np.ascontiguousarray(component, np.int64)
+    component, text_file = (np.ascontiguousarray(a, np.int64) for a in (component, text_file))
     fixed = np.ascontiguousarray(stays, np.uint8)
     native.whorl_remove(
-        len(sets), pointer(addresses), pointer(lengths), pointer(component), pointer(fixed), pointer(functions[0]),
-        pointer(functions[1]), config.hashes, config.bands, config.rows, config.similarity, pointer(matched),
-        pointer(similarity),
+        len(sets), pointer(addresses), pointer(lengths), pointer(component), pointer(text_file), pointer(fixed),
+        pointer(functions[0]), pointer(functions[1]), config.hashes, config.bands, config.rows, config.similarity,
+        pointer(matched), pointer(similarity),
     )  # fmt: skip
     return matched, similarity
 
 
 def _matches(
-    sets: ShingleSets, component: NDArray[np.int64], stays: NDArray[np.bool_], config: MinHashConfig
+    sets: ShingleSets, component: NDArray[np.int64], text_file: NDArray[np.int64], stays: NDArray[np.bool_],
+    config: MinHashConfig,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
     """Compute `matches` in numpy."""
     matched, similarity = np.full(len(sets), -1), np.zeros(len(sets))
@@ -109,6 +112,8 @@ def _matches(
             kept.clear()
         candidates = sorted({j for key in keys_of(own) for j in buckets.get(key, ())}) if buckets else kept
         for j in candidates if not stays[i] else ():
+            if text_file[i] and text_file[i] == text_file[j]:
+                continue
             common = len(np.intersect1d(own, sets[j], assume_unique=True))
             union = len(own) + len(sets[j]) - common
             if common >= config.similarity * union:
@@ -129,4 +134,4 @@ def removable(texts: Sequence[bytes], config: MinHashConfig) -> NDArray[np.bool_
     shingles, first = unique_shingles(TextBlock.of(texts), config)
     n, sizes = len(texts), np.diff(first)
     sets = ShingleSets([shingles], np.zeros(n, np.int64), first[:-1], sizes)
-    return matches(sets, np.zeros(n, np.int64), np.zeros(n, bool), config)[0] >= 0
+    return matches(sets, *np.zeros((2, n), np.int64), np.zeros(n, bool), config)[0] >= 0
