@@ -62,7 +62,7 @@ def documents(folder: Path, texts: dict[str, str]) -> list[Path]:
     for path, text in texts.items():
         (data / path).write_text(text)
     (folder / "ingest").mkdir()
-    ingest(IngestConfig(sources=[str(data)]), folder / "ingest", Progress.silent())
+    ingest(IngestConfig(sources=[str(data)], split_bytes=0), folder / "ingest", Progress.silent())
     return document_files(folder / "ingest")
 
 
