@@ -161,7 +161,10 @@ def whorl_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer
 
 def test_whorl_vocabulary_warns_and_keeps_merge_order(whorl_tokenizer: tuple[Tokenizer, Path]) -> None:
     tokenizer, folder = whorl_tokenizer
-    assert {"whorl": WHORL_PATTERN, "gpt2": GPT2_PATTERN} == PATTERNS  # models cannot import tokens
+    assert (PATTERNS["whorl"], PATTERNS["gpt2"]) == (
+        WHORL_PATTERN,
+        GPT2_PATTERN,
+    )  # models cannot import tokens
     with pytest.warns(UserWarning, match="2 tokens in 100"):
         found = read_vocabulary(folder, tokenizer.vocab_size)
     assert found.pre == FALLBACK_PRE

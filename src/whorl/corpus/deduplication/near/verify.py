@@ -134,4 +134,5 @@ def removable(texts: Sequence[bytes], config: MinHashConfig) -> NDArray[np.bool_
     shingles, first = unique_shingles(TextBlock.of(texts), config)
     n, sizes = len(texts), np.diff(first)
     sets = ShingleSets([shingles], np.zeros(n, np.int64), first[:-1], sizes)
-    return matches(sets, *np.zeros((2, n), np.int64), np.zeros(n, bool), config)[0] >= 0
+    none = np.zeros(n, np.int64)
+    return matches(sets, none, none, np.zeros(n, bool), config)[0] >= 0
