@@ -15,9 +15,9 @@ from tests.support.vision_tasks import caption_task, classifier_task, contrastiv
 
 from whorl.models import save_model
 from whorl.store import Store
+from whorl.train.rows import train_rows
 from whorl.vision.load import load_vision
 from whorl.vision.model import VisionModel
-from whorl.vision.train import train_vision
 
 LABELS = ",".join(CAPTIONS)
 
@@ -36,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "clip": contrastive_task(captioned, steps=80, lr=5e-3),
         "captioner": caption_task(captioned, steps=300, lr=5e-3),
     }.items():
-        train_vision(task)
+        train_rows(task)
         made[name] = model
     store = Store(folder / ".whorl")
     store.make_folders()

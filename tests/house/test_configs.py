@@ -21,11 +21,12 @@ SHARED: dict[str, type[BaseModel]] = {
 ONLY_IN_TABLES = {
     *SFTDataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model_fields, *TrainConfig.model_fields,
 }  # fmt: skip
-# Fields of the same name with another meaning: pairs and images per step, rows of calibration, an embedder's choice of its
-# machine, the planner's processes, the fields of a TransformerConfig, and `deterministic` of steps that train nothing.
+# Fields of the same name with another meaning: pairs, images and texts per step, rows of calibration, an embedder's choice
+# of its machine, the planner's processes, the fields of a TransformerConfig, `deterministic` of steps that train nothing.
 OTHER_MEANING = {
     "embedder": {"batch_size", "dtype"}, "image_classifier": {"batch_size"}, "clip": {"batch_size"},
-    "captioner": {"batch_size"}, "quantize": {"seq_len"}, "plan": {"model", "replicas", "deterministic"},
+    "captioner": {"batch_size"}, "text_classifier": {"batch_size"},
+    "quantize": {"seq_len"}, "plan": {"model", "replicas", "deterministic"},
     "evaluate": {"deterministic"},
 }  # fmt: skip
 

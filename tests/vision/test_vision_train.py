@@ -11,10 +11,11 @@ from tests.support.images import write_half_dark
 from tests.support.vision_tasks import VIT, caption_task, classifier_task, contrastive_task
 
 from whorl.errors import ConfigError
+from whorl.train.rows import train_rows
 from whorl.vision.config import MixerShape, ResNetShape
 from whorl.vision.evaluate import confusion_matrix, exact_fraction, recall_at_1
 from whorl.vision.image_set import ImageSet
-from whorl.vision.train import augment, encode_captions, normalize, train_vision
+from whorl.vision.train import augment, encode_captions, normalize
 
 RESNET = ResNetShape(widths=(8, 8), depths=(1, 1))
 MIXER = MixerShape(patch=4, d_model=16, n_layers=1, token_hidden=8, mlp_hidden=16)
@@ -36,7 +37,7 @@ def test_classifier_learns_half_dark_images(network: Any, labelled: ImageSet) ->
     for seed in (0, 1, 2):
         task, model = classifier_task(labelled, network=network, seed=seed, steps=120, lr=1e-2)
         initial = {name: p.detach().clone() for name, p in task.networks.named_parameters()}
-        train_vision(task)
+        train_rows(task)
         matrix = confusion_matrix(model.classify(test.images)[1], test.labels)
         assert matrix.trace() >= 0.9 * matrix.sum(), (seed, matrix)
         # The last bias of a mixer has no effect: a layer norm removes it.
@@ -50,7 +51,7 @@ def test_clip_learns_captions(captioned: ImageSet) -> None:
     for seed in (0, 1, 2):
         task, model = contrastive_task(captioned, seed=seed, steps=200, lr=5e-3)
         initial = {name: p.detach().clone() for name, p in task.networks.named_parameters()}
-        train_vision(task)
+        train_rows(task)
         vectors = model.embed(test.images)
         assert recall_at_1(vectors, model.embed_texts(texts), texts, test.captions or ()) >= 0.9, seed
         classes, probabilities = model.classify(test.images, texts)
@@ -66,7 +67,7 @@ def test_captioner_trains_only_its_cross_attention(captioned: ImageSet) -> None:
     for seed in (0, 1, 2):
         task, model = caption_task(captioned, seed=seed, steps=300, lr=5e-3)
         initial = {name: p.detach().clone() for name, p in task.networks.named_parameters()}
-        train_vision(task)
+        train_rows(task)
         moved = {n for n, p in task.networks.named_parameters() if not torch.equal(p, initial[n])}
         assert moved == {n for n in initial if n.startswith("bridges.")}
         assert exact_fraction(model.caption(test.images), test.captions or ()) >= 0.9, seed
@@ -119,10 +120,10 @@ def test_replicas_are_refused_where_they_change_the_loss(
 ) -> None:
     task, _ = contrastive_task(captioned, run={"replicas": 2})
     with pytest.raises(ConfigError, match=r"replicas is 2.*compares all pairs"):
-        train_vision(task)
+        train_rows(task)
     task, _ = classifier_task(labelled, network=RESNET, run={"replicas": 2})
     with pytest.raises(ConfigError, match="differ between 2 replicas"):
-        train_vision(task)
+        train_rows(task)
 
 
 def test_captioner_refuses_images_of_another_size(captioned: ImageSet, tmp_path: Path) -> None:

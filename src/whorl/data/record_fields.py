@@ -62,6 +62,14 @@ def text_field(record: Mapping[str, Any], field: str) -> str:
     return encodable_text(value, field)
 
 
+def label_field(record: Mapping[str, Any], field: str) -> str:
+    """Return a class, given as a text or a whole number. Raises BadRecordError."""
+    value = record.get(field)
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise BadRecordError("bad_field", field, f"is {type_name(value)}, not a text or a number")
+    return str(value)
+
+
 def messages_of(value: object, field: str) -> Messages:
     """Return messages of (role, content) or (from, value) with the keys of the former; null fields are dropped."""
     if not isinstance(value, Sequence) or isinstance(value, str):

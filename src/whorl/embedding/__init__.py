@@ -1,1 +1,1 @@
-"""Text embedders: contrastive training and inference."""
+"""Text embedders and text classifiers: training and inference."""

@@ -1,10 +1,10 @@
-"""Settings of an embedder's training. Imports no torch, so a recipe is checked fast."""
+"""Settings of the training of an embedder and of a text classifier. Imports no torch, so a recipe is checked fast."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.train.config import FiniteTrainConfig, OptimizerName
+from whorl.train.config import FiniteTrainConfig, OptimizerName, RowTrainConfig
 
 
 class EmbedTrainConfig(FiniteTrainConfig):
@@ -40,3 +40,26 @@ class EmbedConfig(BaseModel):
         default=10, ge=1, description="evaluations on held-out documents during training"
     )
     train: EmbedTrainConfig = Field(default=EmbedTrainConfig(), description="the update loop")
+
+
+class TextClassifierConfig(RowTrainConfig):
+    """Data, shape and training of a text classifier."""
+
+    path: str = Field(description="a JSONL or Parquet file of labelled texts, or a folder of them")
+    text_field: str = Field(default="text", description="the text")
+    label_field: str = Field(default="label", description="the class: a text or a whole number")
+    test_fraction: float = Field(default=0.2, gt=0, lt=1, description="held-out fraction, of each class")
+    vocab_size: int = Field(default=4096, ge=260, description="of the texts' tokenizer, at most")
+    d_model: int = Field(default=64, ge=8)
+    n_layers: int = Field(default=2, ge=1)
+    n_heads: int = Field(default=4, ge=1)
+    mlp_hidden: int = Field(default=128, ge=8)
+    max_length: int = Field(default=128, ge=1, description="ids of a text; longer ones are cut")
+    label_smoothing: float = Field(default=0.1, ge=0, lt=1)
+    content_hash: str = Field(default="", description="of the files; computed")
+
+    @model_validator(mode="after")
+    def _heads(self) -> TextClassifierConfig:
+        if self.d_model % self.n_heads:
+            raise ValueError(f"d_model ({self.d_model}) must be a multiple of n_heads ({self.n_heads})")
+        return self

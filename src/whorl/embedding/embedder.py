@@ -93,11 +93,7 @@ class Embedder:
 
     def save(self, folder: Path) -> None:
         """Write the files listed at the top of this file; creates the folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        shape = {"kind": KIND, "encoder": self.encoder.config.model_dump(mode="json")}
-        (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
-        weights = {name: p.detach().cpu().contiguous().clone() for name, p in self.encoder.named_parameters()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        save_encoder(self.encoder, folder, KIND)
         self.tokenizer.save(folder)
 
     def embed(self, texts: Sequence[str | bytes], batch_size: int = 64) -> Vectors:
@@ -202,23 +198,32 @@ def nearest(vectors: Vectors, query: Vectors, k: int) -> list[tuple[int, float]]
     return [(int(row), float(cosines[row])) for row in best]
 
 
-def load_encoder(folder: Path) -> Encoder:
-    """Load the encoder of an embedder's folder, fp32.
+def save_encoder(encoder: Encoder, folder: Path, kind: str, **more: Any) -> None:
+    """Write `config.json`, with further fields, and the weights; creates the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = {"kind": kind, "encoder": encoder.config.model_dump(mode="json"), **more}
+    (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
+    weights = {name: p.detach().cpu().contiguous().clone() for name, p in encoder.named_parameters()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_encoder(folder: Path, kind: str = KIND) -> Encoder:
+    """Load the encoder that `save_encoder` wrote as a model of `kind`, fp32.
 
     Raises:
         CheckpointError: as `Embedder.load`.
     """
     try:
         shape = load_json(folder / "config.json")
-        if not isinstance(shape, dict) or shape.get("kind") != KIND:
-            raise ValueError(f"config.json is not of an {KIND}")
+        if not isinstance(shape, dict) or shape.get("kind") != kind:
+            raise ValueError(f"config.json is not of the kind {kind}")
         config = EncoderConfig.model_validate(shape["encoder"])
         weights = load_file(require_regular(folder / "model.safetensors"))
     except (OSError, ValueError, KeyError, ValidationError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot read an embedder from {folder}: {error}",
-            expected="config.json and model.safetensors from `Embedder.save`",
-            do="use an embedder that `whorl ls` lists",
+            f"cannot read a model of the kind {kind} from {folder}: {error}",
+            expected=f"config.json and model.safetensors of the step `{kind}`",
+            do=f"use a model of the kind {kind} that `whorl ls` lists",
         ) from error
     with meta_device():  # without memory until the shapes are those of the file
         expected_shapes = {name: tuple(p.shape) for name, p in Encoder(config).named_parameters()}

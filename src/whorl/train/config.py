@@ -245,3 +245,36 @@ class RunConfig(BaseModel):
         for name, why in unsupported.items():
             if getattr(self, name) is not None:
                 raise ValueError(f"run.{name} is {getattr(self, name)}: {why}; remove it")
+
+
+class RowScheduleConfig(FiniteTrainConfig):
+    """The update loop of models that are trained on rows."""
+
+    schedule: ScheduleConfig = ScheduleConfig(kind="cosine", warmup_ratio=0.05)
+
+
+class RowTrainConfig(BaseModel):
+    """Training on rows in a seeded order with AdamW (`rows.py`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: int = Field(default=1000, ge=1)
+    batch_size: int = Field(default=64, ge=2, description="images or texts per step")
+    lr: float = Field(default=1e-3, gt=0, description="peak learning rate")
+    weight_decay: float = Field(default=0.05, ge=0, description="of weight matrices")
+    seed: int = Field(default=0, ge=0)
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="default: the fastest number for large matrix products; 1 suits tiny networks",
+    )
+    train: RowScheduleConfig = Field(default=RowScheduleConfig(), description="the update loop")
+    run: RunConfig = Field(default=RunConfig(), description="checkpoints and processes")
+
+    @model_validator(mode="after")
+    def _validate(self) -> RowTrainConfig:
+        self.run.refuse(activation_budget="these models recompute nothing")
+        return self
+
+
+ROWS_NOT_HASHED = ("run", "threads")

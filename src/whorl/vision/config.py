@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.data.images import MAX_PIXELS
-from whorl.train.config import FiniteTrainConfig, RunConfig, ScheduleConfig
+from whorl.train.config import ROWS_NOT_HASHED, RowTrainConfig, RunConfig
 
 NATIVE_SIZE = {"digits": 8, "scenes": 32, "files": 64}  # default side of an image, by source
 
@@ -122,43 +122,19 @@ class TextTowerShape(BaseModel):
     )
 
 
-class ImageTrainConfig(FiniteTrainConfig):
-    """The update loop of image models."""
-
-    schedule: ScheduleConfig = ScheduleConfig(kind="cosine", warmup_ratio=0.05)
-
-
-class VisionTrainConfig(BaseModel):
+class VisionTrainConfig(RowTrainConfig):
     """Training of an image model with AdamW."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    steps: int = Field(default=1000, ge=1)
-    batch_size: int = Field(default=64, ge=2, description="images per step")
-    lr: float = Field(default=1e-3, gt=0, description="peak learning rate")
-    weight_decay: float = Field(default=0.05, ge=0, description="of weight matrices")
     max_shift: int = Field(
         default=0, ge=0, description="augmentation: shift by up to so many pixels in each direction"
     )
     flip: bool = Field(
         default=False, description="augmentation: mirror half of the images; not where left and right matter"
     )
-    seed: int = Field(default=0, ge=0)
-    threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="default: the fastest number for large matrix products; 1 suits tiny networks",
-    )
-    train: ImageTrainConfig = Field(default=ImageTrainConfig(), description="the update loop")
     run: RunConfig = Field(
         default=RunConfig(),
         description="checkpoints and processes; CLIP and networks with batch norm have no replicas",
     )
-
-    @model_validator(mode="after")
-    def _validate(self) -> VisionTrainConfig:
-        self.run.refuse(activation_budget="image models recompute nothing")
-        return self
 
 
 class ImageClassifierConfig(VisionTrainConfig):
@@ -190,4 +166,4 @@ class CaptionerConfig(VisionTrainConfig):
     )
 
 
-NOT_HASHED = ("run", "threads")
+NOT_HASHED = ROWS_NOT_HASHED

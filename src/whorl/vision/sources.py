@@ -3,9 +3,6 @@
 Files are a folder with a subfolder per class, or a JSONL or Parquet file whose records have an image and a caption or a
 label. The image is a path (relative to the file), bytes, or {"bytes": ..., "path": ...} as in the data sets of Hugging Face.
 Unreadable images go to the quarantine.
-
-The subtle point is the held-out split. Copies of one image in both splits would measure memorization, so images with equal
-pixels are assigned to a split together.
 """
 
 from __future__ import annotations
@@ -18,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from whorl.data.files import is_url, open_file
 from whorl.data.formats import FORMATS, format_name, open_format
 from whorl.data.formats.image_folder import list_files
 from whorl.data.images import ImageShape, Pixels, decode_image
+from whorl.data.labelled import held_out
 from whorl.data.quarantine import BadRecordError, Quarantine
+from whorl.data.record_fields import label_field
 from whorl.errors import ConfigError, DataError
 from whorl.tracking.seeds import numpy_rng
 from whorl.vision.config import ImagesConfig
@@ -127,7 +125,11 @@ def files(
         )  # fmt: skip
     classes = _classes(config, found) if has_labels else ()
     if "test" not in found:
-        in_test = _held_out(found["train"], config)
+        images = found["train"]
+        in_test = held_out(
+            [image.label for image in images], [image.pixels.tobytes() for image in images], config.test_fraction,
+            config.seed, "images",
+        )  # fmt: skip
         found["test"] = [image for image, out in zip(found["train"], in_test, strict=True) if out]
         found["train"] = [image for image, out in zip(found["train"], in_test, strict=True) if not out]
     numbers = {name: number for number, name in enumerate(classes)}
@@ -210,16 +212,13 @@ def _fields(record: Mapping[str, Any], path: str, config: ImagesConfig) -> tuple
             f"neither {config.label_field!r} nor {config.caption_field!r} among {', '.join(record)[:200]}"
         )
         raise BadRecordError("unknown_shape", "", detail)
-    if label is not None and (not isinstance(label, str | int) or isinstance(label, bool)):
-        raise BadRecordError(
-            "bad_field", config.label_field, f"is a {type(label).__name__}, not a text or a number"
-        )
+    label = "" if label is None else label_field(record, config.label_field)
     if caption is not None and not isinstance(caption, str):
         raise BadRecordError("bad_field", config.caption_field, f"is a {type(caption).__name__}, not a text")
     if caption is not None and not caption.strip():
         raise BadRecordError("empty", config.caption_field, "only white space")
     data = _image_bytes(record.get(config.image_field), path, config.image_field)
-    return data, "" if label is None else str(label), "" if caption is None else caption.strip()
+    return data, label, "" if caption is None else caption.strip()
 
 
 def _image_bytes(value: Any, path: str, field: str) -> bytes:
@@ -286,20 +285,3 @@ def _classes(config: ImagesConfig, found: Mapping[str, list[LabeledImage]]) -> t
             expected=f"the classes of {config.path}: {', '.join(classes)}",
         )
     return classes
-
-
-def _held_out(images: list[LabeledImage], config: ImagesConfig) -> NDArray[np.bool_]:
-    """Return whether each image is held out [N]: `test_fraction` of each class, copies together, one at least stays."""
-    keys = [hashlib.blake2b(image.pixels.tobytes(), digest_size=16).digest() for image in images]
-    of_class: dict[str, dict[bytes, None]] = {}
-    for image, key in zip(images, keys, strict=True):
-        of_class.setdefault(image.label, {})[key] = None
-    split: dict[bytes, bool] = {}
-    for label, unique in sorted(of_class.items()):
-        order = [*unique]
-        n_test = min(len(order) - 1, max(1, round(len(order) * config.test_fraction)))
-        rng = numpy_rng(config.seed, "images", "split", label)
-        chosen = set(rng.permutation(len(order))[:n_test].tolist())
-        for i, key in enumerate(order):
-            split.setdefault(key, i in chosen)
-    return np.array([split[key] for key in keys])

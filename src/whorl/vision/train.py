@@ -1,11 +1,10 @@
-"""Training of image models: a classifier, a CLIP, a captioner. Each is a task of the trainer (`train/trainer.py`).
+"""Training of image models: a classifier, a CLIP, a captioner. Each is a task of rows (`train/rows.py`).
 
     classifier   classification(network(images), labels)                                    objectives/classify.py
     CLIP         info_nce(image tower(images), text tower(captions), scale)                 objectives/contrastive.py
     captioner    next_token over the caption's ids, given the image                         objectives/next_token.py
 
-A batch follows from the seed and the step number alone: its rows from an epoch order, its shifts and mirrored images from a
-stream of that step. So a resumed run ends with the same bits.
+Shifts and mirrored images come from a stream of each step, so that a resumed run ends with the same bits.
 
 The subtle point is replicas, which split a batch. CLIP's loss compares all pairs of a batch, and a batch norm keeps
 statistics of every forward pass. Both refuse them.
@@ -14,18 +13,13 @@ statistics of every forward pass. Both refuse them.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whorl.data.epoch_order import EpochOrder
 from whorl.errors import ConfigError
 from whorl.models.vision.clip import DualEncoder
 from whorl.models.vision.flamingo import Captioner
@@ -33,17 +27,10 @@ from whorl.objectives.classify import classification
 from whorl.objectives.contrastive import info_nce
 from whorl.objectives.next_token import Loss, next_token
 from whorl.tracking.seeds import generator
-from whorl.train.learner.learner import Learner, SharedState
-from whorl.train.learner.update import MicroBatch, Update, all_adamw
-from whorl.train.metrics.layer_stats import LayerStats
-from whorl.train.optim.lr_schedule import lr_scale
-from whorl.train.trainer import RunOptions, Task, TrainCallback, Trainer
-from whorl.vision.config import NOT_HASHED, ImageClassifierConfig, VisionTrainConfig
+from whorl.train.learner.update import MicroBatch
+from whorl.train.rows import RowTask
+from whorl.vision.config import ImageClassifierConfig, VisionTrainConfig
 from whorl.vision.image_set import ImageSet, Preprocessing
-
-# As for CLIP's ViT (arXiv:2103.00020, table 18). With 1e-8 a key's bias, whose true gradient is 0, follows rounding.
-ADAM_EPS = 1e-6
-StepCallback = Callable[[int, dict[str, float]], None]
 
 
 def normalize(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
@@ -68,17 +55,10 @@ def augment(pixels: Tensor, max_shift: int, flip: bool, rng: torch.Generator) ->
     return pixels
 
 
-class VisionTask(Task[MicroBatch]):
-    """Batches of images with one further tensor per image, `targets`.
+class VisionTask(RowTask):
+    """Batches of images with one further tensor per image, `targets`: name -> [N, ...] of the split `train`."""
 
-    Args:
-        targets: name -> [N, ...], a row per image of the split `train`.
-        device: of the network.
-    """
-
-    name: ClassVar[str]
-    objective_name: ClassVar[str]  # in `objectives/catalog.py`
-    trained_prefix: ClassVar[str] = ""  # of the names of the trained parameters
+    config: VisionTrainConfig
 
     def __init__(
         self,
@@ -88,63 +68,15 @@ class VisionTask(Task[MicroBatch]):
         config: VisionTrainConfig,
         device: str,
     ) -> None:
-        self.networks, self.config, self.steps, self.device = networks, config, config.steps, device
-        self.preprocessing, self.fingerprint = images.info.preprocessing, images.info.fingerprint
+        super().__init__(networks, targets, config, device, images.info.fingerprint)
+        self.preprocessing = images.info.preprocessing
         self.pixels = torch.from_numpy(np.array(images.split("train").images))
-        self.targets = dict(targets)
-        self.order = EpochOrder(config.seed, self.name, "order", n=len(self.pixels))
-        self.rank, self.replicas = 0, 1
 
-    @abstractmethod
-    def objective(self, batch: MicroBatch) -> Loss:
-        """Return the loss of images [N, C, H, W] with their targets."""
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        settings = self.config.model_dump(mode="json", exclude=set(NOT_HASHED))
-        return {"task": self.name, **settings, "data": self.fingerprint}
-
-    def _update(self) -> Update:
-        return Update(
-            self.objective,
-            all_adamw(self.networks, self.config.lr, self.trained_prefix),
-            weight_decay=self.config.weight_decay,
-            eps=ADAM_EPS,
-        )
-
-    def allocate(self, replicas: int) -> SharedState:
-        return SharedState.allocate(
-            self.networks, self._update().param_optims, replicas, contiguous=replicas == 1
-        )
-
-    def make_learner(self, trainer: Trainer[MicroBatch]) -> Learner:
-        self.rank, self.replicas = trainer.group.rank, trainer.group.size
-        update = replace(self._update(), accept_step=trainer.accept_step)
-        return Learner(self.networks, [update], trainer.shared, trainer.group, steps_done=trainer.rounds_done)
-
-    def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats:
-        rows = self.config.batch_size
-        return LayerStats(learner, steps=self.steps, batch_rows=rows, steps_done=steps_done)
-
-    def batches(self, first: int) -> AbstractContextManager[Iterator[MicroBatch]]:
-        return nullcontext(self.batch(step) for step in range(first, self.steps))
-
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """Return this rank's rows of the batch of a step."""
+    def inputs(self, rows: Tensor, own: slice, step: int) -> dict[str, Tensor]:
         c = self.config
-        rows = torch.tensor([self.order[step * c.batch_size + i] for i in range(c.batch_size)])
-        pixels = augment(
-            self.pixels[rows], c.max_shift, c.flip, generator(c.seed, self.name, "augment", step)
-        )
-        own = slice(self.rank, None, self.replicas)
-        images = normalize(pixels[own].to(self.device), self.preprocessing)
-        return {"images": images, **{n: t[rows[own]].to(self.device) for n, t in self.targets.items()}}
-
-    def minibatches(self, record: MicroBatch) -> list[list[MicroBatch]]:
-        return [[record]]
-
-    def lr_scale(self, step: int) -> float:
-        return lr_scale(step, self.steps, self.config.train.schedule)
+        rng = generator(c.seed, self.name, "augment", step)
+        pixels = augment(self.pixels[rows], c.max_shift, c.flip, rng)
+        return {"images": normalize(pixels[own].to(self.device), self.preprocessing)}
 
 
 class ClassifierTask(VisionTask):
@@ -240,40 +172,3 @@ def encode_captions(
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in found], dtype=torch.long)
     mask = torch.arange(longest) < torch.tensor([len(row) for row in found])[:, None]
     return ids, mask
-
-
-class _Steps(TrainCallback):
-    def __init__(self, callback: StepCallback) -> None:
-        self._callback = callback
-
-    def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        self._callback(step, metrics)
-
-
-def train_vision(
-    task: VisionTask,
-    *,
-    callback: StepCallback = lambda step, metrics: None,
-    checkpoint_dir: Path | None = None,
-    heartbeat_dir: Path | None = None,
-    log: Callable[[str], None] = lambda text: None,
-) -> None:
-    """Train `task.networks` to the last step, from the newest checkpoint if there is one.
-
-    Args:
-        callback: called after each step with loss, correct (classifier, CLIP), nll, grad_norm and time/*.
-        checkpoint_dir: folder of checkpoints; None keeps none.
-
-    Raises:
-        ConfigError: replicas of CLIP, or of a network with batch norm.
-        CheckpointError: the checkpoint is of another job.
-    """
-    c = task.config
-    replicas = c.run.replicas or 1
-    threads = c.threads or max(1, torch.get_num_threads() // replicas)
-    options = RunOptions(
-        scratch=checkpoint_dir, checkpoint_seconds=c.run.checkpoint_seconds, checkpoint_config=c.run.checkpoints,
-        replicas=replicas, threads=threads, spike_guard=c.train.spike_guard, ema=c.train.ema,
-        deterministic=c.train.deterministic, heartbeat_dir=heartbeat_dir,
-    )  # fmt: skip
-    Trainer(task, options, _Steps(callback), log=log).fit()

@@ -35,8 +35,9 @@ from whorl.embedding.train import train_embedder
 from whorl.machine.process import Channel
 from whorl.models.encoder import EncoderConfig
 from whorl.train.lm.pretrain import pretrain
+from whorl.train.rows import train_rows
 from whorl.vision.image_set import ImageSet
-from whorl.vision.train import VisionTask, train_vision
+from whorl.vision.train import VisionTask
 
 OFTEN = 1e-9  # seconds between checkpoints
 STEPS = 16  # of every task; the weights are copied for rollbacks after every second one
@@ -173,7 +174,7 @@ def _captioner(run: Run) -> torch.nn.Module:
 
 
 def _images(run: Run, task: VisionTask) -> torch.nn.Module:
-    train_vision(task, **run.stage)
+    train_rows(task, **run.stage)
     return task.networks
 
 

@@ -114,7 +114,7 @@ class _Texts:
         machine = probe()
         machine.apply()
         self.embedder = Embedder.load(found.path, Tokenizer.load(found.path), machine.device)
-        self.texts, self.batch = _TextReader(files), batch
+        self.texts, self.batch = TextReader(files), batch
 
     def embed_query(self, text: str) -> Vectors:
         """Return the vector [d] of a query."""
@@ -199,7 +199,7 @@ def _display_name(source: Source, text: bytes) -> str:
     return f"{source['line']}: {shown[:MAX_LINE_CHARS]}" + ("..." if len(shown) > MAX_LINE_CHARS else "")
 
 
-class _TextReader:
+class TextReader:
     """Iterates over (source, bytes) of non-empty texts; the others are listed on stderr and counted in `skipped`."""
 
     def __init__(self, files: Sequence[Path]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.stage import Metrics
-from whorl.recipes.steps.vision.results import SECTION, open_images, train_images, weights_generator
+from whorl.recipes.steps.vision.results import SECTION, open_images, train_rows_stage, weights_generator
 from whorl.report import Cell, Column, Table
 from whorl.vision.config import NOT_HASHED, CaptionerConfig, ContrastiveConfig
 
@@ -66,7 +66,7 @@ def clip(ctx: StepContext, config: ContrastiveConfig) -> None:
         }
 
     task = ContrastiveTask(network, found, model.encode_captions(captions), config, device)
-    train_images(ctx, "Training", task, evaluate)
+    train_rows_stage(ctx, "Training", task, evaluate)
     model.save(ctx.out)
 
 
@@ -116,7 +116,7 @@ def captioner(ctx: StepContext, config: CaptionerConfig) -> None:
 
     captions = model.encode_captions(found.split("train").captions or ())
     task = CaptionTask(network, found, captions, config, tower.preprocessing, device)
-    train_images(ctx, "Training", task, evaluate, loss="nll")
+    train_rows_stage(ctx, "Training", task, evaluate, loss="nll")
     model.save(ctx.out)
     ctx.report.blocks.append(_caption_table(ctx.name, written["test"], splits["test"].captions or ()))
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.stage import Metrics
-from whorl.recipes.steps.vision.results import SECTION, open_images, train_images, weights_generator
-from whorl.report import Cell, Column, Table
-from whorl.report.format import format_percent
+from whorl.recipes.steps.vision.results import class_table, open_images, train_rows_stage, weights_generator
 from whorl.vision.config import NOT_HASHED, ImageClassifierConfig
 
 
@@ -39,18 +37,7 @@ def image_classifier(ctx: StepContext, config: ImageClassifierConfig) -> None:
         matrix = confusion_matrix(model.classify(test.images)[1], labels)
         return {f"accuracy on {len(test):,} held-out images": float(matrix.trace() / matrix.sum())}
 
-    train_images(ctx, "Training", ClassifierTask(network, found, config, device), evaluate)
+    train_rows_stage(ctx, "Training", ClassifierTask(network, found, config, device), evaluate)
     model.save(ctx.out)
     matrix = confusion_matrix(model.classify(test.images)[1], labels)
-    rows: list[list[Cell]] = []
-    for number, name in enumerate(info.classes):
-        n, right = int(matrix[number].sum()), int(matrix[number, number])
-        wrong = matrix[number].copy()
-        wrong[number] = 0
-        mistaken = f"{info.classes[int(wrong.argmax())]} ({wrong.max()})" if wrong.max() else ""
-        rows.append([name, f"{n:,}", format_percent(right / n) if n else "", mistaken])
-    columns = [
-        Column(name="Class"), Column(name="Held-out images", number=True), Column(name="Correct", number=True),
-        Column(name="Most frequent mistake", optional=True),
-    ]  # fmt: skip
-    ctx.report.blocks.append(Table(section=SECTION, title=f"{ctx.name}: classes", columns=columns, rows=rows))
+    ctx.report.blocks.append(class_table(ctx.name, info.classes, matrix, "images"))

@@ -1,4 +1,4 @@
-"""Common parts of the steps that train image models: inputs, progress, summary, and blocks of the report."""
+"""Common parts of the steps that train image models and text classifiers: inputs, summary, blocks of the report."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from whorl.report.blocks import Change
 from whorl.report.format import format_percent
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
+    from whorl.train.rows import RowTask
     from whorl.vision.image_set import ImageSet
-    from whorl.vision.train import VisionTask
 
 SECTION = "Image models"
+SECTIONS = {"images": SECTION, "texts": "Text models"}  # of the report, by `RowTask.unit`
 
 
 def open_images(ctx: StepContext, what: str, threads: int | None) -> ImageSet:
@@ -42,19 +45,19 @@ def weights_generator(seed: int) -> torch.Generator:
     return generator(seed, "weights")
 
 
-def train_images(
-    ctx: StepContext, title: str, task: VisionTask, evaluate: Callable[[], Metrics], loss: str = "loss"
+def train_rows_stage(
+    ctx: StepContext, title: str, task: RowTask, evaluate: Callable[[], Metrics], loss: str = "loss"
 ) -> StageResult:
     """Measure, train, and measure again; write the summary's figures and the report.
 
     Args:
-        evaluate: fractions on held-out images, by description.
+        evaluate: fractions of held-out rows, by description.
         loss: metric of the curve.
     """
-    from whorl.vision.train import train_vision
+    from whorl.train.rows import train_rows
 
     result = train_stage(
-        ctx, title, partial(train_vision, task), evaluate=lambda when: evaluate(), total=task.steps,
+        ctx, title, partial(train_rows, task), evaluate=lambda when: evaluate(), total=task.steps,
         note=lambda m: f"loss {m.get('nll', m['loss']):.3f}" + (f", correct {m['correct']:.0%}" if "correct" in m else ""),
     )  # fmt: skip
     parameters = sum(p.numel() for p in task.networks.parameters() if p.requires_grad)
@@ -80,18 +83,35 @@ def headline(evaluation: Mapping[str, Metrics]) -> str:
     )
 
 
+def class_table(name: str, classes: Sequence[str], matrix: NDArray[np.int64], unit: str) -> Table:
+    """Return the held-out rows, the correct ones and the most frequent mistake of each class. matrix: `confusion_matrix`."""
+    rows: list[list[Cell]] = []
+    for number, label in enumerate(classes):
+        n, right = int(matrix[number].sum()), int(matrix[number, number])
+        wrong = matrix[number].copy()
+        wrong[number] = 0
+        mistaken = f"{classes[int(wrong.argmax())]} ({wrong.max()})" if wrong.max() else ""
+        rows.append([label, f"{n:,}", format_percent(right / n) if n else "", mistaken])
+    columns = [
+        Column(name="Class"), Column(name=f"Held-out {unit}", number=True), Column(name="Correct", number=True),
+        Column(name="Most frequent mistake", optional=True),
+    ]  # fmt: skip
+    return Table(section=SECTIONS[unit], title=f"{name}: classes", columns=columns, rows=rows)
+
+
 def _blocks(
-    ctx: StepContext, evaluation: Mapping[str, Metrics], loss: str, parameters: int, task: VisionTask
+    ctx: StepContext, evaluation: Mapping[str, Metrics], loss: str, parameters: int, task: RowTask
 ) -> Iterator[Block]:
     from whorl.report.stages import smoothed_curve
     from whorl.report.training import objective_lines
 
+    section = SECTIONS[task.unit]
     facts = [
         ("model", ctx.name), ("parameters trained", f"{parameters:,}"), ("steps", f"{task.steps:,}"),
-        ("images per step", f"{task.config.batch_size:,}"), ("images to train on", f"{len(task.pixels):,}"),
+        (f"{task.unit} per step", f"{task.config.batch_size:,}"), (f"{task.unit} to train on", f"{task.n_rows:,}"),
     ]  # fmt: skip
     yield Facts(
-        section=SECTION, title=ctx.name, note=" ".join(objective_lines(task.objective_name)), rows=facts
+        section=section, title=ctx.name, note=" ".join(objective_lines(task.objective_name)), rows=facts
     )
     rows: list[list[Cell]] = [
         [
@@ -101,19 +121,27 @@ def _blocks(
         for name, value in evaluation["after"].items()
     ]
     columns = [Column(name="Figure"), Column(name="Before, after", number=True)]
-    yield Table(section=SECTION, title="Held-out images", columns=columns, rows=rows)
+    yield Table(section=section, title=f"Held-out {task.unit}", columns=columns, rows=rows)
     records = sorted({record["step"]: record for record in ctx.run.read_metrics(ctx.name)}.items())
     yield from _curve(
         ctx.name,
         "loss",
-        "Loss in nats per image or token",
+        "Loss in nats per row or token",
         [(float(s), r[loss]) for s, r in records if loss in r],
         smoothed_curve,
+        section=section,
     )
     correct = [(float(step), record["correct"]) for step, record in records if "correct" in record]
-    note = "Training images of a step that the network assigned correctly"
+    note = f"Training {task.unit} of a step that the network assigned correctly"
     yield from _curve(
-        ctx.name, "training accuracy", note, correct, smoothed_curve, y_range=(0.0, 1.0), unit="share"
+        ctx.name,
+        "training accuracy",
+        note,
+        correct,
+        smoothed_curve,
+        section=section,
+        y_range=(0.0, 1.0),
+        unit="share",
     )
 
 
@@ -131,7 +159,6 @@ def _curve(
             f"{note}: every step, and smoothed.",
             what,
             points,
-            section=SECTION,
             height=150,
             **options,
         )
