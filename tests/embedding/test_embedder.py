@@ -117,11 +117,11 @@ def test_load_rejects_damaged_folders(tmp_path: Path) -> None:
     shape, tensors, whole = config.read_text(), load_file(weights), weights.read_bytes()
     partial = {n: t for n, t in tensors.items() if n != "embedding"}
     for message, text, content in (
-        ("not of an embedder", json.dumps({**json.loads(shape), "kind": "decoder"}), whole),
-        ("not of an embedder", "[1]", whole),
-        ("cannot read an embedder", "{", whole),
+        ("not of the kind embedder", json.dumps({**json.loads(shape), "kind": "decoder"}), whole),
+        ("not of the kind embedder", "[1]", whole),
+        ("cannot read a model of the kind embedder", "{", whole),
         ("multiple of n_heads", shape.replace('"n_heads": 2', '"n_heads": 3'), whole),
-        ("cannot read an embedder", shape, whole[:-8]),
+        ("cannot read a model of the kind embedder", shape, whole[:-8]),
         (r"'blocks\.0\.mlp", shape.replace('"mlp_hidden": 24', '"mlp_hidden": 32'), whole),
         ("'embedding' is missing", shape, save(partial)),
         ("'head'", shape, save({**tensors, "head": torch.zeros(2)})),
@@ -132,5 +132,5 @@ def test_load_rejects_damaged_folders(tmp_path: Path) -> None:
             Embedder.load(tmp_path, WORDS)
     config.write_text(shape)
     weights.unlink()
-    with pytest.raises(CheckpointError, match="cannot read an embedder"):
+    with pytest.raises(CheckpointError, match="cannot read a model of the kind embedder"):
         Embedder.load(tmp_path, WORDS)
