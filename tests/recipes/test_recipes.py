@@ -297,7 +297,10 @@ def test_packaged_recipes_are_valid(name: str) -> None:
     assert recipe.name == name and recipe.about
 
 
-NO_DEFAULTS: dict[str, Any] = {"images": {"source": "digits"}}  # step -> settings that every recipe gives
+NO_DEFAULTS: dict[str, Any] = {  # step -> settings that every recipe gives
+    "images": {"source": "digits"},
+    "text_classifier": {"path": "reviews.jsonl"},
+}
 
 
 def test_every_step_has_help_and_defaults() -> None:
