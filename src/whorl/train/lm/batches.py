@@ -25,7 +25,7 @@ UNPACKED_FIELDS = (
 )  # the fields of a batch whose rows hold one document each
 
 
-def open_job_batches(
+def job_batches(
     job: Job,
     process_group: ProcessGroup,
     first: int,

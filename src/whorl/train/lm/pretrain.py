@@ -35,7 +35,7 @@ from whorl.train.job import (
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
-from whorl.train.lm.batches import Batch, micro_batches, open_job_batches
+from whorl.train.lm.batches import Batch, job_batches, micro_batches
 from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.lm.decay_branches import load_branch
 from whorl.train.lm.precision import activation_dtype
@@ -166,9 +166,7 @@ class PretrainTask(Task[Batch]):
         )  # fmt: skip
 
     def batches(self, first: int) -> AbstractContextManager[Iterator[Batch]]:
-        self.records: Any = open_job_batches(
-            self.job, self.trainer.group, first, self.rows, self.stream_state
-        )
+        self.records: Any = job_batches(self.job, self.trainer.group, first, self.rows, self.stream_state)
         return cast("AbstractContextManager[Iterator[Batch]]", self.records)
 
     def minibatches(self, record: Batch) -> list[list[MicroBatch]]:

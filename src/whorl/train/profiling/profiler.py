@@ -37,7 +37,7 @@ from whorl.train.job import Job, row_shape
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.lm import objective as language
-from whorl.train.lm.batches import micro_batches, open_job_batches
+from whorl.train.lm.batches import job_batches, micro_batches
 from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.lm.objective import LMObjective
 from whorl.train.metrics.moe_balance import MoEBalancer
@@ -224,7 +224,7 @@ def _run(
 def _open_batches(job: Job, process_group: ProcessGroup) -> Any:
     """This replica's share of the batches, an iterator and a context."""
     if job.tokens or job.stream is not None:
-        return open_job_batches(job, process_group, 0, partial(row_shape, job), None)
+        return job_batches(job, process_group, 0, partial(row_shape, job), None)
     rows = job.batch_size // job.replicas
     made = [random_batch(job, rows, BATCHES * process_group.rank + n) for n in range(BATCHES)]
     return nullcontext(
