@@ -8,6 +8,7 @@ import pytest
 
 from whorl.errors import DataError
 from whorl.tokens.chat import IM_END, IM_START, ChatTemplate
+from whorl.tokens.template_source import compile_template
 from whorl.tokens.tokenizer import Tokenizer
 
 BYTES = [bytes([i]) for i in range(256)]
@@ -190,3 +191,17 @@ def test_token_behind_a_reply_is_a_stop_id(source: str) -> None:
     assert end in chat.stop_ids
     ids, mask = chat.encode_with_mask([USER, {**REPLY, "content": "hello"}])
     assert [i for i, own in zip(ids, mask, strict=True) if own][-1] == end
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("", '{"b": "é", "a": 1}'),
+        ("(ensure_ascii=False)", '{"b": "é", "a": 1}'),
+        ("(ensure_ascii=True, sort_keys=True)", '{"a": 1, "b": "\\u00e9"}'),
+        ("(separators=(',', ':'))", '{"b":"é","a":1}'),
+    ],
+)
+def test_tojson_takes_the_options_of_transformers(options: str, text: str) -> None:
+    source = "{{ x | tojson" + options + " }}"
+    assert compile_template(source).render(x={"b": "é", "a": 1}) == text
