@@ -179,6 +179,7 @@ REJECTED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("decoder", {}, {"mlp_hidden": 41}, "mlp_hidden is 41"),
     ("decoder", {}, {"mlp_hidden": 8, "criterion": "taste"}, "criterion is 'taste'"),
     ("transformer", {"mixer": {"alibi": True, "rope": None}}, {"heads": 2}, "alibi"),
+    ("transformer", {"mixer": {"qk_norm": "all_heads"}}, {"heads": 2}, "all_heads"),
     ("transformer", {"mixer": {"smear": False}, "kv_sharing_factor": 2}, {"heads": 2}, "layers share them"),
     ("transformer", {"experts": EXPERTS}, {"mlp_hidden": 8}, "mixture"),
 ]

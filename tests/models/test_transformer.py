@@ -18,6 +18,7 @@ from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import MIXERS, CustomMixer, Rope, TransformerConfig
 from whorl.models.transformer_cost import mean_causal_keys
 from whorl.nn.positions.rotary import RopeScaling
+from whorl.registry import permit_code
 
 IDS = torch.randint(0, 50, (2, 13), generator=torch.Generator().manual_seed(2))
 MAMBA, NEAR = CustomMixer(kind="mamba"), HEADS.model_copy(update={"window": 4})
@@ -97,10 +98,10 @@ def test_flops_of_custom_mixers_match_torch(kind: str) -> None:
     assert extra == pytest.approx(6 * 4 * 2 * 8 * (far + near + far) / 64)
 
 
-@pytest.mark.parametrize("order", ["pre_norm", "sandwich", "parallel", "post_norm"])
+@pytest.mark.parametrize("order", ["pre_norm", "sandwich", "after", "parallel", "post_norm"])
 @torch.no_grad()
 def test_block_matches_formula(order: str) -> None:
-    changes = {} if order == "pre_norm" else {order: True}
+    changes = {"pre_norm": {}, "after": {"sandwich": True, "pre_norm": False}}.get(order, {order: True})
     model = made(n_layers=1, norm_offset=1.0, embedding_scale=3.0, **changes)
     block: Any = model.blocks[0]
 
@@ -118,6 +119,9 @@ def test_block_matches_formula(order: str) -> None:
     elif order == "pre_norm":
         x = x + block.mixer(rms(x, block.mixer_norm))
         x = x + block.mlp(rms(x, block.mlp_norm))
+    elif order == "after":
+        x = x + rms(block.mixer(x), block.mixer_after)
+        x = x + rms(block.mlp(x), block.mlp_after)
     else:
         x = x + rms(block.mixer(rms(x, block.mixer_norm)), block.mixer_after)
         x = x + rms(block.mlp(rms(x, block.mlp_norm)), block.mlp_after)
@@ -179,6 +183,12 @@ def test_routings_come_from_expert_layers_only() -> None:
         ({"mixers": {"full": HEADS, "slow": MAMBA}, "kv_sharing_factor": 2}, "kv_sharing_factor"),
         ({"mixers": {"full": HEADS, "near": NEAR}, "kv_sharing_factor": 2}, "layer 1 has not the window"),
         ({"parallel": True, "sandwich": True}, "exclude each other"),
+        ({"pre_norm": False}, "pre_norm = false needs sandwich"),
+        ({"mixers": {"x": HEADS.model_dump() | {"qk_norm": "heads"}}}, "'all_heads'"),
+        (
+            {"mixers": {"x": HEADS.model_dump() | {"qk_norm": "all_heads", "learned_temperature": True}}},
+            "needs qk_norm = true",
+        ),
         ({"norm": "layer", "norm_offset": 1.0}, "norm_offset"),
         ({"experts": ROUTED.model_copy(update={"dense_layers": (3,)})}, "dense_layers"),
         ({"experts": {"n_experts": 2, "top_k": 3, "hidden": 8}}, r"top_k \(3\)"),
@@ -218,6 +228,7 @@ def test_forward_rejects_bad_ids_states_and_segments(kind: str) -> None:
 def test_transformer_rejects_bad_mixer_options() -> None:
     with pytest.raises(ConfigError, match="options of 'mamba'"):
         made(mixers={"m": CustomMixer(kind="mamba", options={"heads": 2})})
+    permit_code("absent:Mixer", "torch.nn:Linear")
     with pytest.raises(ConfigError, match="cannot be imported: No module named 'absent'"):
         made(mixers={"m": CustomMixer(kind="absent:Mixer")})
     with pytest.raises(ConfigError, match="without new_state"):

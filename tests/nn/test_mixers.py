@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from whorl.errors import ConfigError
 from whorl.nn.attention import HSTUAttention, LinearAttention, MultiHeadAttention, MultiHeadLatentAttention
+from whorl.nn.attention.multi_head import QKNorm
 from whorl.nn.mamba import Mamba
 from whorl.nn.positions.rotary import Rotary
 from whorl.nn.recurrent import GRU, LSTM, RNN
@@ -24,7 +25,8 @@ ROTARY = Rotary(6, 10_000.0, torch.float32)
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "multi-query": {"n_kv_heads": 1, "bias": True, "out_bias": True},
-    "grouped rotary": {"n_kv_heads": 2, "rotary": ROTARY, "qk_norm": 1e-6, "norm_offset": 1.0},
+    "grouped rotary": {"n_kv_heads": 2, "rotary": ROTARY, "qk_norm": QKNorm(1e-6, 1.0)},
+    "norm of all heads": {"n_kv_heads": 2, "rotary": ROTARY, "qk_norm": QKNorm(1e-6, all_heads=True)},
     "window": {"window": 3, "rotary": ROTARY, "smear": True},
     "window 1": {"window": 1},
     "window sink": {"window": 4, "sink": True, "softcap": 5.0, "n_kv_heads": 2},

@@ -5,6 +5,7 @@
     n_layers times, with the mixer that `pattern` names for the layer and an MLP or a mixture of experts:
         pre-norm   x += mixer(norm(x));         x += mlp(norm(x))                   GPT-2, arXiv:2002.04745
         sandwich   x += norm(mixer(norm(x)));   x += norm(mlp(norm(x)))             Gemma 2, arXiv:2408.00118
+        outer only x += norm(mixer(x));         x += norm(mlp(x))                   OLMo 2, arXiv:2501.00656
         parallel   h = norm(x);                 x += mixer(h) + mlp(h)              PaLM, arXiv:2204.02311, section 2
         post-norm  x = norm(x + mixer(x));      x = norm(x + mlp(x))                arXiv:1706.03762; no norm at the end
     logits = softcap(norm(x) head^T)                                                [B, T, vocab]

@@ -18,7 +18,7 @@ from whorl.models.transformer_config import (
     TransformerConfig,
 )
 from whorl.nn.attention.mla import MultiHeadLatentAttention
-from whorl.nn.attention.multi_head import MultiHeadAttention
+from whorl.nn.attention.multi_head import MultiHeadAttention, QKNorm
 from whorl.nn.attention.paged import PagedState
 from whorl.nn.attention.state import KeyValues
 from whorl.nn.experts import MixtureOfExperts
@@ -80,8 +80,9 @@ def make_mixer(
         return MultiHeadAttention(
             config.d_model,
             rotary=rotary,
-            qk_norm=config.norm_eps if mixer.qk_norm else None,
-            norm_offset=config.norm_offset,
+            qk_norm=QKNorm(config.norm_eps, config.norm_offset, mixer.qk_norm == "all_heads")
+            if mixer.qk_norm
+            else None,
             scale="learned" if mixer.learned_temperature else mixer.scale,
             generator=generator,
             smear=mixer.smear and not uses_shared_kv,
@@ -122,10 +123,10 @@ class TransformerBlock(nn.Module):
         self.parallel, self.post_norm = config.parallel, config.post_norm
         self.provides_kv = config.kv_sharing_factor > 1 and layer % config.kv_sharing_factor == 0
         self.uses_shared_kv = layer % config.kv_sharing_factor > 0
-        self.mixer_norm = make_norm(config)
+        self.mixer_norm = make_norm(config) if config.pre_norm else nn.Identity()
         self.mixer = make_mixer(config, config.layer_mixers()[layer], rotary, generator, self.uses_shared_kv)
         self.mixer_after = make_norm(config) if config.sandwich else nn.Identity()
-        self.mlp_norm = nn.Identity() if config.parallel else make_norm(config)
+        self.mlp_norm = make_norm(config) if config.pre_norm and not config.parallel else nn.Identity()
         self.mlp: MLP | MixtureOfExperts
         experts = config.experts
         if experts is not None and config.has_experts(layer):

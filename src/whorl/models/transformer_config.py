@@ -64,6 +64,7 @@ class _MixerConfig(_FrozenConfig):
 class AttentionConfig(_MixerConfig):
     """Multi-head attention (`nn/attention/multi_head.py`). `qk_norm` uses the eps and offset of the model's norm.
 
+    qk_norm: over the features of each head, or of "all_heads" together.
     fused_qkv: one matrix for queries, keys and values.
     learned_temperature: one factor per query head in place of `scale` and of the gains of `qk_norm`.
     backend: "blocked" computes scores in blocks of queries without gradients too, so that scoring and training agree in
@@ -77,7 +78,7 @@ class AttentionConfig(_MixerConfig):
     rope: Rope | None = Rope()
     bias: bool = False
     out_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | Literal["all_heads"] = False
     scale: float | None = Field(default=None, gt=0)
     softcap: float | None = Field(default=None, gt=0)
     window: int | None = Field(default=None, ge=1)
@@ -94,7 +95,7 @@ class AttentionConfig(_MixerConfig):
     def _validate(self) -> AttentionConfig:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
-        if self.learned_temperature and (self.scale is not None or not self.qk_norm):
+        if self.learned_temperature and (self.scale is not None or self.qk_norm is not True):
             raise ValueError("learned_temperature needs qk_norm = true, and takes the place of scale")
         unblocked = (
             self.softcap,
@@ -203,6 +204,7 @@ class TransformerConfig(_FrozenConfig):
     """The shape of a transformer.
 
     max_length: longest row of the original training; bounds `learned_positions`, and is written on export.
+    pre_norm: false leaves out the norms before both branches of a `sandwich`, as in OLMo 2 (arXiv:2501.00656).
     post_norm: norms after the residual sums (arXiv:1706.03762).
     kv_sharing_factor: the first of every so many layers computes keys and values; the others of the group reuse them.
     ngram: embedding rows of the last few ids, added to those of the id.
@@ -224,6 +226,7 @@ class TransformerConfig(_FrozenConfig):
     norm_eps: float = Field(default=1e-6, gt=0)
     norm_offset: float = 0.0
     sandwich: bool = False
+    pre_norm: bool = True
     parallel: bool = False
     post_norm: bool = False
     kv_sharing_factor: int = Field(default=1, ge=1)
@@ -244,6 +247,8 @@ class TransformerConfig(_FrozenConfig):
             raise ValueError(f"mixers: {sorted(unused)[0]!r} does not occur in pattern {self.pattern}")
         if sum((self.parallel, self.sandwich, self.post_norm)) > 1:
             raise ValueError("parallel, sandwich and post_norm exclude each other")
+        if not (self.pre_norm or self.sandwich):
+            raise ValueError("pre_norm = false needs sandwich = true: the norms after both branches")
         if self.kv_sharing_factor > 1:
             self._check_shared_kv()
         if self.trained_length is not None and (self.shared_rope is None or self.shared_rope[0].scaling):

@@ -139,7 +139,9 @@ def activation_bytes(model: Transformer, batch: int, length: int, device: str | 
         per_position += 4 * d + 4
     for layer, mixer in enumerate(config.layer_mixers()):
         block: Any = model.blocks[layer]
-        norms, inputs = (4, 2) if config.sandwich else (1, 1) if config.parallel else (2, 2)
+        norms, inputs = (
+            (4 if config.pre_norm else 2, 2) if config.sandwich else (1, 1) if config.parallel else (2, 2)
+        )
         per_position += norms * (8 * d + 4) + inputs * e * d + _mlp_bytes(model, layer)
         if isinstance(mixer, AttentionConfig):
             layer_total, layer_per_position = attention_bytes(mixer, length, e, on_cpu)

@@ -58,6 +58,7 @@ MODELS: dict[str, Any] = {
     "decoder, beyond its rows": decoder_config(n_kv_heads=2, ngram_orders=(), trained_length=8),
     "llama": transformer(),
     "qk norm, smeared": transformer(heads={"qk_norm": True, "smear": True}),
+    "qk norm of all heads": transformer(heads={"qk_norm": "all_heads"}, sandwich=True, pre_norm=False),
     "window": transformer(heads={"window": 5}),
     "slopes": transformer(heads={"alibi": True, "rope": None}),
     "soft caps and sinks": transformer(heads={"softcap": 5.0, "sink": True}, logit_softcap=10.0),

@@ -149,6 +149,7 @@ def test_native_step_rejects_bad_input_before_writing() -> None:
 def test_unsupported_models_have_a_reason() -> None:
     assert REASONS["alibi"] == "attention with alibi" and REASONS["post"] and REASONS["latent"]
     assert all(REASONS[name] != "" for name in FAMILIES)
+    assert "over all heads" in str(REASONS["olmo"])
     with pytest.raises(ConfigError, match="mixture"):
         NativeStep(FAMILIES["experts"](), 16)
     with pytest.raises(ConfigError, match="bfloat16"):

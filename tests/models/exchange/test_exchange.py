@@ -26,6 +26,7 @@ from whorl.tokens.chat import load_chat_template
 from whorl.vision.load import load_vision
 
 HEADS = AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8)
+ALL_HEADS = HEADS.model_copy(update={"qk_norm": "all_heads"})
 PARTIAL_ROPE = HEADS.model_copy(update={"rope": Rope(rotary_dim=4)})
 
 
@@ -60,7 +61,9 @@ def test_logits_match_whole_cached_and_after_export(case: str, tmp_path: Path) -
     torch.testing.assert_close(again.state_dict(), imported.state_dict(), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["phi3", "phi4-mini", "smollm3", "smollm3-sliding", "granite", "gemma"])
+@pytest.mark.parametrize(
+    "case", ["phi3", "phi4-mini", "smollm3", "smollm3-sliding", "granite", "gemma", "olmo2", "olmoe"]
+)
 def test_engine_decodes_as_transformers(case: str, tmp_path: Path) -> None:
     model = save_hf_model(case, tmp_path)
     engine = Engine(
@@ -107,6 +110,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"experts": SCALED}, r": experts.scale is 2.0, not 1.0"),
     ("llama", {"sandwich": True}, "sandwich is True"),
     ("qwen3", {}, "qk_norm"),
+    ("qwen3", {"mixers": {"m": ALL_HEADS}}, "qk_norm is 'all_heads', not True"),
+    ("olmo2", {"mixers": {"m": ALL_HEADS.model_copy(update={"head_dim": 16})}}, "head_dim of layer 0 is 16"),
+    ("olmo2", {"mixers": {"m": ALL_HEADS}}, "pre_norm is True, not False"),
     ("gpt2", {}, "."),
     ("mixtral", {}, "no experts"),
     ("deepseek_v3", {}, "mixer of layer 0 is 'heads'"),

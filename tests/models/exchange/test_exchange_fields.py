@@ -90,6 +90,8 @@ ROTARY = (
     "smollm3",
     "granite",
     "gemma",
+    "olmo2",
+    "olmoe",
 )
 PARTIAL = {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1e4}}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -145,6 +147,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "'no_rope_layers'"),
     ("granite", {"residual_multiplier": "x"}, "'residual_multiplier' is 'x'"),
     ("granite", {"logits_scaling": 0}, "'logits_scaling' is 0"),
+    ("olmoe", {"clip_qkv": 8.0}, "'clip_qkv' is 8.0"),
+    ("olmoe", {"num_experts_per_tok": 5}, r"'num_experts_per_tok' is 5\n  expected: at most"),
     ("gemma", {"hidden_activation": "relu"}, "'hidden_activation' is 'relu'"),
     ("gemma", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
     *((case, {"is_causal": False}, "'is_causal' is False") for case in CASES),

@@ -226,6 +226,8 @@ def test_gguf_unsupported_window_limits_context(tmp_path: Path) -> None:
         (shaped(heads(bias=True, rope=Rope(scaling=RopeScaling("llama3", 8.0, 16)))), "'llama3'"),
         (shaped(heads(head_dim=16, bias=True)), "head_dim is 16"),
         (shaped(heads(qk_norm=True, bias=True, out_bias=True)), "out_bias"),
+        (shaped(heads(qk_norm="all_heads")), "qk_norm is 'all_heads'"),
+        (shaped(heads(), sandwich=True, pre_norm=False), "pre_norm is False|sandwich is True"),
         (gemma("lf", {"softcap": 5.0}), "logit_softcap is None"),
         (CASES["gemma2"][1].model_copy(update={"tie_embeddings": False}), "tie_embeddings is False"),
         (shaped(LATENT, experts=SIGMOIDS, norm_eps=1e-5), "eps of the latents"),

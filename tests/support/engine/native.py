@@ -29,6 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "sink, softcap": {"sink": True, "softcap": 5.0, "logit_softcap": 3.0, "mlp": "geglu"},
     "smear, norm": {"smear": True, "qk_norm": True, "mlp": "relu2", "norm_offset": 1.0},
     "sandwich": {"sandwich": True, "embedding_scale": 9.8, "mlp": "gelu_tanh"},
+    "norms after only": {"sandwich": True, "pre_norm": False},
     "parallel": {"parallel": True, "learned_positions": True, "rope": None, "mlp": "quick_gelu"},
 }
 

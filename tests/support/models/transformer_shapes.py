@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "alibi": {"mixers": {"full": heads(rope=None, alibi=True)}, "parallel": True},
     "sparse": {"mixers": {"far": heads(stride=3, smear=True), "near": heads(block=4)}},
     "post": {"post_norm": True, "norm": "layer", "mlp": "gelu"},
+    "olmo": {"mixers": {"full": heads(qk_norm="all_heads")}, "sandwich": True, "pre_norm": False},
     "shared keys": {"mixers": {"full": heads(smear=True, qk_norm=True, window=6)}, "kv_sharing_factor": 2},
     "experts": {"experts": ROUTED},
     "latent": {"mixers": {"latent": LATENT}, "experts": GROUPED, "parallel": True},

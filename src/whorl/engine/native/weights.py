@@ -61,6 +61,8 @@ def _unsupported_block_reason(block: Any) -> str | None:
     if not mixer.has_kv_proj:
         return "keys shared between layers (kv_sharing_factor)"
     options = {"stride": mixer.mask.stride, "block": mixer.mask.block, "alibi": mixer.slopes}
+    if mixer.norm_all_heads and mixer.q_norm is not None:
+        return "a norm of queries and keys over all heads together (qk_norm)"
     for name, value in options.items():
         if value is not None:
             return f"attention with {name}"

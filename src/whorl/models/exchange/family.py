@@ -186,14 +186,19 @@ def sliding_mixers(full: AttentionConfig, sliding: AttentionConfig, slides: Sequ
 
 
 def write_shape(
-    config: TransformerConfig, *, partial: bool = False, first: AttentionConfig | None = None
+    config: TransformerConfig,
+    *,
+    partial: bool = False,
+    head_dim: bool = True,
+    first: AttentionConfig | None = None,
 ) -> dict[str, Any]:
     """Return the fields that every Llama-like file has, without the activation.
 
-    partial: the family may rotate a part of each head. first: the layer whose attention is written; default the first.
+    partial: the family may rotate a part of each head. head_dim: whether its files have that field. first: the layer whose
+    attention is written; default the first.
 
     Raises:
-        ConfigError: positions are not rotary, or some features do not rotate.
+        ConfigError: positions are not rotary, some features do not rotate, or heads have a width that a file cannot express.
     """
     first = first or require_attention(config)[0]
     if first.rope is None:
@@ -203,6 +208,8 @@ def write_shape(
         raise unsupported_by_family(
             f"rope.rotary_dim of layer 0 is {first.rope.rotary_dim}", "all of head_dim"
         )
+    if not head_dim and first.head_dim * first.n_heads != config.d_model:
+        raise unsupported_by_family(f"head_dim of layer 0 is {first.head_dim}", "d_model / n_heads")
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
@@ -213,7 +220,7 @@ def write_shape(
         "tie_word_embeddings": config.tie_embeddings,
         "num_attention_heads": first.n_heads,
         "num_key_value_heads": first.n_kv_heads,
-        "head_dim": first.head_dim,
+        **({"head_dim": first.head_dim} if head_dim else {}),
         "rope_parameters": write_rope(first.rope.base, first.rope.scaling)
         | ({"partial_rotary_factor": rotary_dim / first.head_dim} if partial else {}),
     }
@@ -268,9 +275,11 @@ def mlp_rules(
     return rules
 
 
-def prenorm_rules(hf_prefix: str, prefix: str) -> list[ConversionRule]:
-    """Return rules for Llama's two norms of one layer; both prefixes end in a dot."""
-    return [
-        unchanged(f"{hf_prefix}input_layernorm.weight", f"{prefix}mixer_norm.weight"),
-        unchanged(f"{hf_prefix}post_attention_layernorm.weight", f"{prefix}mlp_norm.weight"),
-    ]
+def norm_rules(hf_prefix: str, prefix: str, config: TransformerConfig) -> list[ConversionRule]:
+    """Return rules for the norms of one layer: Llama's, those of a sandwich, or only its outer ones; prefixes as above."""
+    names = {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"}
+    if config.sandwich:
+        inner = {"input_layernorm": "mixer_norm", "pre_feedforward_layernorm": "mlp_norm"}
+        names = {"post_attention_layernorm": "mixer_after", "post_feedforward_layernorm": "mlp_after"}
+        names |= inner if config.pre_norm else {}
+    return [unchanged(f"{hf_prefix}{a}.weight", f"{prefix}{b}.weight") for a, b in names.items()]

@@ -204,6 +204,11 @@ def _target(
                 "heads cannot be removed with alibi",
                 expected="positions that do not depend on the number of heads",
             )
+        if any(m.qk_norm == "all_heads" for m in attention):
+            raise ConfigError(
+                'heads cannot be removed with qk_norm = "all_heads"',
+                expected="a norm of each head, which does not depend on the others",
+            )
         if model.config.kv_sharing_factor > 1 and kv_heads != first.n_kv_heads:
             raise ConfigError(
                 "kv_heads cannot be removed: layers share them", expected="kv_sharing_factor = 1"

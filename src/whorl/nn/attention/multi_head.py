@@ -5,7 +5,8 @@ Differences from Vaswani et al. 2017 (arXiv:1706.03762, sec. 3.2.2), each an arg
 - n_kv_heads: fewer key heads than query heads; 1 is multi-query (Shazeer 2019, arXiv:1911.02150), other values are
   grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)
 - rotary, alibi: rotary positions (arXiv:2104.09864), or a bias by distance (arXiv:2108.12409)
-- qk_norm: RMS norm of queries and keys over head_dim, with gains (arXiv:2010.04245; as in Qwen 3, Gemma 3)
+- qk_norm: RMS norm of queries and keys over head_dim, with gains (arXiv:2010.04245; as in Qwen 3, Gemma 3),
+  or over all heads together (OLMo 2, arXiv:2501.00656)
 - scale="learned": one learned temperature per query head replaces 1/sqrt(head_dim) and the gains of qk_norm (ibid.,
   eq. 5, which has one for all heads). It bounds the scores at any learning rate
 - softcap, sink: changes of the scores (`nn/attention/backends.py`)
@@ -25,7 +26,7 @@ To share keys between layers, split the forward of the first layer and pass its 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,14 @@ from whorl.nn.positions.absolute import alibi_slopes
 from whorl.nn.positions.rotary import Positions, Rotary
 
 
+class QKNorm(NamedTuple):
+    """Norm of queries and keys: over each head's features, or over all heads. offset: 1.0 for gains 1 + w, as in Gemma."""
+
+    eps: float
+    offset: float = 0.0
+    all_heads: bool = False
+
+
 class MultiHeadAttention(nn.Module):
     """Multi-head attention layer: x [B, T, d_model] -> [B, T, d_model].
 
@@ -66,8 +75,7 @@ class MultiHeadAttention(nn.Module):
         head_dim: width of a head; None is d_model / n_heads.
         rotary: rotates queries and keys by `positions`.
         bias, out_bias: whether q, k and v have a bias; whether out has one.
-        qk_norm: eps of the norm of queries and keys, with gains `q_norm`, `k_norm`; None is no norm.
-        norm_offset: 1.0 for gains 1 + w, as in Gemma.
+        qk_norm: norm of queries and keys, with gains `q_norm`, `k_norm`, or its eps; None is no norm.
         scale: factor of the products; None is head_dim^-0.5; "learned", which needs qk_norm, is `temperature` [n_heads, 1].
         softcap: bound of the scores.
         window, stride, block: limits of the mask, in positions (`Mask`).
@@ -94,8 +102,7 @@ class MultiHeadAttention(nn.Module):
         rotary: Rotary | None = None,
         bias: bool = False,
         out_bias: bool = False,
-        qk_norm: float | None = None,
-        norm_offset: float = 0.0,
+        qk_norm: QKNorm | float | None = None,
         scale: float | Literal["learned"] | None = None,
         softcap: float | None = None,
         window: int | None = None,
@@ -125,7 +132,7 @@ class MultiHeadAttention(nn.Module):
                 'scale is "learned" without qk_norm', expected="qk_norm, which bounds the products"
             )
         self.d_model, self.n_heads, self.n_kv_heads, self.head_dim = d_model, n_heads, n_kv_heads, head_dim
-        self.rotary, self.softcap, self.eps = rotary, softcap, qk_norm or 0.0
+        self.rotary, self.softcap = rotary, softcap
         self.scale = 1.0 if scale == "learned" else scale
         self.backend, self.has_kv_proj, self.context_dim = backend, projections != "shared", context_dim
         self.mask = Mask(causal=causal and context_dim is None, window=window, stride=stride, block=block)
@@ -147,8 +154,12 @@ class MultiHeadAttention(nn.Module):
         self.v = linear(source, kv_width) if projections == "separate" else None
         self.out = Linear(width, d_model, std=0.0, bias=out_bias)
         gains = qk_norm is not None and not learned
-        self.q_norm = RMSNorm(head_dim, self.eps, norm_offset) if gains else None
-        self.k_norm = RMSNorm(head_dim, self.eps, norm_offset) if gains and self.has_kv_proj else None
+        self.eps, offset, self.norm_all_heads = (
+            qk_norm if isinstance(qk_norm, QKNorm) else QKNorm(qk_norm or 0.0)
+        )
+        widths = (width, kv_width) if self.norm_all_heads else (head_dim, head_dim)
+        self.q_norm = RMSNorm(widths[0], self.eps, offset) if gains else None
+        self.k_norm = RMSNorm(widths[1], self.eps, offset) if gains and self.has_kv_proj else None
         self.smear = smearing
         self.slopes: Tensor | None
         self.register_buffer("slopes", alibi_slopes(n_heads) if alibi else None, persistent=False)
@@ -250,11 +261,7 @@ class MultiHeadAttention(nn.Module):
         else:
             assert self.q is not None
             q = self.q(x).view(*x.shape[:2], self.n_heads, self.head_dim)
-        if self.temperature is not None:  # applied in fp32, before the norm casts back
-            q = rms_norm(q, self.temperature, self.eps)
-        elif self.q_norm is not None:
-            q = self.q_norm(q)
-        return self._rotate(q, positions, start)
+        return self._rotate(self._norm_heads(q, self.q_norm, self.temperature), positions, start)
 
     def _forward_paged(
         self, x: Tensor, positions: Positions, keys: PagedState, fused: tuple[Tensor, ...] | None
@@ -300,7 +307,10 @@ class MultiHeadAttention(nn.Module):
         k, v = self._keys_and_values(x, fused)
         if self.smear is not None:
             k = self.smear(k, segments, smear_state)
-        k, v = self._rotate(self._norm_keys(k), positions, start).transpose(1, 2), v.transpose(1, 2)
+        k, v = (
+            self._rotate(self._norm_heads(k, self.k_norm), positions, start).transpose(1, 2),
+            v.transpose(1, 2),
+        )
         if state is None:
             return KeyValues(k, v, segments, key_allowed)
         if isinstance(state, PagedState):
@@ -320,10 +330,14 @@ class MultiHeadAttention(nn.Module):
         k, v = (project(x).view(*x.shape[:2], self.n_kv_heads, self.head_dim) for project in (self.k, self.v))
         return k, v
 
-    def _norm_keys(self, k: Tensor) -> Tensor:
-        if self.temperature is not None:
-            return rms_norm(k, None, self.eps)
-        return k if self.k_norm is None else self.k_norm(k)
+    def _norm_heads(self, x: Tensor, norm: RMSNorm | None, gain: Tensor | None = None) -> Tensor:
+        """Return queries or keys x [B, T, heads, head_dim], normed. gain: of the queries, with a learned temperature."""
+        if self.temperature is not None:  # applied in fp32, before the norm casts back
+            return rms_norm(x, gain, self.eps)
+        if norm is None:
+            return x
+        normed: Tensor = norm(x.flatten(2)).view(x.shape) if self.norm_all_heads else norm(x)
+        return normed
 
     def cache_spec(self) -> KVCacheSpec | SharedCacheSpec:
         """Return the keys and values of a token. Blocks are counted from the row's start, so they keep all keys."""
@@ -387,7 +401,9 @@ class MultiHeadAttention(nn.Module):
             return state.context
         check_context(context, batch, self.context_dim)
         k, v = (made(context).view(batch, -1, self.n_kv_heads, self.head_dim) for made in (self.k, self.v))
-        keys = KeyValues(self._norm_keys(k).transpose(1, 2), v.transpose(1, 2), segments, allowed)
+        keys = KeyValues(
+            self._norm_heads(k, self.k_norm).transpose(1, 2), v.transpose(1, 2), segments, allowed
+        )
         if state is not None:
             state.context = keys
         return keys

@@ -21,7 +21,7 @@ from whorl.models.exchange.family import (
     ModelFamily,
     embedding_and_head_rules,
     mlp_rules,
-    prenorm_rules,
+    norm_rules,
     read_shape,
     unsupported_by_family,
 )
@@ -145,7 +145,7 @@ def deepseek_rules(config: TransformerConfig) -> list[ConversionRule]:
     rules, experts = embedding_and_head_rules(config), require_experts(config)
     for n, latent in enumerate(_mla_configs(config)):
         theirs, ours = f"model.layers.{n}.", f"blocks.{n}."
-        rules += prenorm_rules(theirs, ours)
+        rules += norm_rules(theirs, ours, config)
         parts = {
             "kv_a_proj_with_mqa": "kv_a",
             "kv_a_layernorm": "kv_a_norm",

@@ -1,11 +1,14 @@
-"""Families with mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE.
+"""Families with mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE.
 
 - Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with 8 experts in every layer; softmax over all, the two best, their
   weights divided by their sum. Its w1, w3, w2 are gate, up, down.
 - Qwen2-MoE (arXiv:2407.10671): Qwen2 with many small experts, and a shared one behind a sigmoid gate.
 - Qwen3-MoE (arXiv:2505.09388): Qwen3 with many small experts, none shared.
+- OLMoE (arXiv:2409.02060): Llama with many small experts, none shared; queries and keys are normalized over all heads. A
+  model that was trained with `clip_qkv` is refused.
 
-The subtle part is `norm_topk_prob`: off by default in both Qwens, so that the weights of a token's experts do not sum to 1.
+The subtle part is `norm_topk_prob`: off by default in both Qwens and OLMoE, so that the weights of a token's experts do not
+sum to 1.
 Routing is "dropless", as these models were trained and are served.
 """
 
@@ -13,13 +16,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from whorl.models.exchange.families.llama import SILU, qwen_layers, qwen_window
+from whorl.models.exchange.families.llama import SILU, qwen_layers, qwen_window, read_llama
 from whorl.models.exchange.family import (
     ModelFamily,
     attention_rules,
     embedding_and_head_rules,
     mlp_rules,
-    prenorm_rules,
+    norm_rules,
     read_attention,
     read_shape,
     require_attention,
@@ -102,7 +105,7 @@ def mixtral_rules(config: TransformerConfig) -> list[ConversionRule]:
     rules = embedding_and_head_rules(config)
     for n, heads in enumerate(require_attention(config)):
         theirs, ours = f"model.layers.{n}.", f"blocks.{n}."
-        rules += prenorm_rules(theirs, ours)
+        rules += norm_rules(theirs, ours, config)
         rules += attention_rules(f"{theirs}self_attn.", f"{ours}mixer.", heads)
         rules.append(unchanged(f"{theirs}block_sparse_moe.gate.weight", f"{ours}mlp.router.weight"))
         n_experts = require_experts(config).n_experts
@@ -186,11 +189,35 @@ def write_qwen3_moe(config: TransformerConfig) -> dict[str, Any]:
     return _write_qwen(config) | {"attention_bias": require_attention(config)[0].bias}
 
 
+def read_olmoe(fields: ConfigReader) -> TransformerConfig:
+    fields.must_be("clip_qkv")
+    config = read_llama(fields, eps=1e-5, max_length=4096, qk_norm="all_heads")
+    n_experts, normalise = (
+        fields.get("num_experts", int, 64, above=0),
+        fields.get("norm_topk_prob", bool, False),
+    )
+    top_k = read_top_k(fields, 8, n_experts, normalise)
+    experts = MoEConfig(n_experts=n_experts, top_k=top_k, hidden=config.mlp_hidden, norm_topk_prob=normalise)
+    return config.model_copy(update={"experts": experts})
+
+
+def write_olmoe(config: TransformerConfig) -> dict[str, Any]:
+    experts = require_experts(config)
+    return write_shape(config, head_dim=False) | {
+        "hidden_act": "silu",
+        "attention_bias": require_attention(config)[0].bias,
+        "intermediate_size": experts.hidden,
+        "num_experts": experts.n_experts,
+        "num_experts_per_tok": experts.top_k,
+        "norm_topk_prob": experts.norm_topk_prob,
+    }
+
+
 def qwen_moe_rules(config: TransformerConfig) -> list[ConversionRule]:
     rules, experts = embedding_and_head_rules(config), require_experts(config)
     for n, heads in enumerate(require_attention(config)):
         theirs, ours = f"model.layers.{n}.", f"blocks.{n}."
-        rules += prenorm_rules(theirs, ours)
+        rules += norm_rules(theirs, ours, config)
         rules += attention_rules(f"{theirs}self_attn.", f"{ours}mixer.", heads)
         if not config.has_experts(n):
             rules += mlp_rules(f"{theirs}mlp.", f"{ours}mlp.", config)
@@ -206,4 +233,5 @@ def qwen_moe_rules(config: TransformerConfig) -> list[ConversionRule]:
 
 MIXTRAL = ModelFamily("mixtral", "MixtralForCausalLM", read_mixtral, write_mixtral, mixtral_rules)
 QWEN2_MOE = ModelFamily("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, write_qwen2_moe, qwen_moe_rules)
+OLMOE = ModelFamily("olmoe", "OlmoeForCausalLM", read_olmoe, write_olmoe, qwen_moe_rules)
 QWEN3_MOE = ModelFamily("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe, write_qwen3_moe, qwen_moe_rules)

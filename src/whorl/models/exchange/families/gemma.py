@@ -16,9 +16,6 @@ from typing import Any
 from whorl.models.exchange.families.llama import llama_rules
 from whorl.models.exchange.family import (
     ModelFamily,
-    attention_rules,
-    embedding_and_head_rules,
-    mlp_rules,
     read_attention,
     read_shape,
     require_attention,
@@ -28,7 +25,6 @@ from whorl.models.exchange.family import (
     write_windows,
 )
 from whorl.models.exchange.fields import ConfigReader, parse_rope, read_rope, window_pattern, write_rope
-from whorl.models.exchange.rules import ConversionRule, unchanged
 from whorl.models.transformer_config import AttentionConfig, Rope, TransformerConfig
 from whorl.nn.mlp import Activation
 
@@ -194,22 +190,6 @@ def write_gemma3(config: TransformerConfig) -> dict[str, Any]:
     return _write(config) | {"rope_parameters": ropes}
 
 
-def gemma_rules(config: TransformerConfig) -> list[ConversionRule]:
-    rules = embedding_and_head_rules(config)
-    norms = {
-        "input_layernorm": "mixer_norm",
-        "post_attention_layernorm": "mixer_after",
-        "pre_feedforward_layernorm": "mlp_norm",
-        "post_feedforward_layernorm": "mlp_after",
-    }
-    for n, heads in enumerate(require_attention(config)):
-        theirs, ours = f"model.layers.{n}.", f"blocks.{n}."
-        rules += [unchanged(f"{theirs}{a}.weight", f"{ours}{b}.weight") for a, b in norms.items()]
-        rules += attention_rules(f"{theirs}self_attn.", f"{ours}mixer.", heads)
-        rules += mlp_rules(f"{theirs}mlp.", f"{ours}mlp.", config)
-    return rules
-
-
 GEMMA = ModelFamily("gemma", "GemmaForCausalLM", read_gemma, write_gemma, llama_rules)
-GEMMA2 = ModelFamily("gemma2", "Gemma2ForCausalLM", read_gemma2, _write, gemma_rules)
-GEMMA3 = ModelFamily("gemma3_text", "Gemma3ForCausalLM", read_gemma3, write_gemma3, gemma_rules)
+GEMMA2 = ModelFamily("gemma2", "Gemma2ForCausalLM", read_gemma2, _write, llama_rules)
+GEMMA3 = ModelFamily("gemma3_text", "Gemma3ForCausalLM", read_gemma3, write_gemma3, llama_rules)

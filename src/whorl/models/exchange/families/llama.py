@@ -21,7 +21,7 @@ from whorl.models.exchange.family import (
     attention_rules,
     embedding_and_head_rules,
     mlp_rules,
-    prenorm_rules,
+    norm_rules,
     read_attention,
     read_shape,
     require_attention,
@@ -37,10 +37,15 @@ from whorl.nn.mlp import Activation
 SILU: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu"}
 
 
-def read_llama(fields: ConfigReader) -> TransformerConfig:
+def read_llama(
+    fields: ConfigReader, *, eps: float = 1e-6, max_length: int = 2048, **heads_fields: Any
+) -> TransformerConfig:
+    """Return a Llama. eps, max_length: values of absent fields; heads_fields: fixed ones of its attention."""
     bias = fields.get("attention_bias", bool, False)
-    heads = read_attention(fields, kv_heads=None, head_dim=None, base=10_000.0, bias=bias, out_bias=bias)
-    shape = read_shape(fields, act=SILU, max_length=2048)
+    heads = read_attention(
+        fields, kv_heads=None, head_dim=None, base=10_000.0, bias=bias, out_bias=bias, **heads_fields
+    )
+    shape = read_shape(fields, act=SILU, eps=eps, max_length=max_length)
     return TransformerConfig(**shape, mixers={"full": heads}, mlp_bias=fields.get("mlp_bias", bool, False))
 
 
@@ -53,7 +58,7 @@ def llama_rules(config: TransformerConfig) -> list[ConversionRule]:
     rules = embedding_and_head_rules(config)
     for n, heads in enumerate(require_attention(config)):
         theirs, ours = f"model.layers.{n}.", f"blocks.{n}."
-        rules += prenorm_rules(theirs, ours)
+        rules += norm_rules(theirs, ours, config)
         rules += attention_rules(f"{theirs}self_attn.", f"{ours}mixer.", heads)
         rules += mlp_rules(f"{theirs}mlp.", f"{ours}mlp.", config)
     return rules

@@ -1,10 +1,11 @@
-"""Families that differ from Llama by a few fields: Phi-3, SmolLM3 and Granite.
+"""Families that differ from Llama by a few fields: Phi-3, SmolLM3, Granite and OLMo 2.
 
 - Phi-3 and Phi-4 (arXiv:2404.14219, arXiv:2412.08905): one matrix for queries, keys and values, one for gate and up
   projection; Phi-4-mini rotates a part of each head. Models for long contexts (`longrope`) are refused.
 - SmolLM3 (Hugging Face 2025): every fourth layer has no positions (arXiv:2501.18795), and may have a sliding window.
 - Granite 3 (IBM 2024): four multipliers. Those of embedding and scores are fields of a `Transformer`. Those of both branches
   and of the logits become part of the weights (`fold_granite`), so that an exported Granite has 1 there.
+- OLMo 2 (arXiv:2501.00656): norms after both branches and none before; queries and keys are normalized over all heads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from whorl.models.exchange.families.llama import SILU, llama_rules, read_llama, 
 from whorl.models.exchange.family import (
     ModelFamily,
     embedding_and_head_rules,
-    prenorm_rules,
+    norm_rules,
     read_attention,
     read_shape,
     require_attention,
@@ -46,11 +47,8 @@ def read_phi3(fields: ConfigReader) -> TransformerConfig:
 
 def write_phi3(config: TransformerConfig) -> dict[str, Any]:
     heads = require_attention(config)[0]
-    fields = write_shape(config, partial=True) | {"hidden_act": "silu", "sliding_window": heads.window}
-    # The published files state no head_dim.
-    if fields.pop("head_dim") * heads.n_heads != config.d_model:
-        raise unsupported_by_family(f"head_dim of layer 0 is {heads.head_dim}", "d_model / n_heads")
-    return fields
+    shape = write_shape(config, partial=True, head_dim=False)
+    return shape | {"hidden_act": "silu", "sliding_window": heads.window}
 
 
 def phi3_rules(config: TransformerConfig) -> list[ConversionRule]:
@@ -65,7 +63,7 @@ def phi3_rules(config: TransformerConfig) -> list[ConversionRule]:
     }
     for n in range(config.n_layers):
         theirs, ours = f"model.layers.{n}.", f"blocks.{n}."
-        rules += prenorm_rules(theirs, ours)
+        rules += norm_rules(theirs, ours, config)
         rules += [unchanged(f"{theirs}{a}.weight", f"{ours}{b}.weight") for a, b in parts.items()]
     return rules
 
@@ -138,8 +136,19 @@ def fold_granite(data: dict[str, Any], state: dict[str, Tensor]) -> None:
     state["final_norm.weight"] /= data.get("logits_scaling") or 1.0
 
 
+def read_olmo2(fields: ConfigReader) -> TransformerConfig:
+    llama = read_llama(fields, eps=1e-5, qk_norm="all_heads")
+    return llama.model_copy(update={"sandwich": True, "pre_norm": False})
+
+
+def write_olmo2(config: TransformerConfig) -> dict[str, Any]:
+    shape, bias = write_shape(config, head_dim=False), require_attention(config)[0].bias
+    return shape | {"hidden_act": "silu", "attention_bias": bias}
+
+
 PHI3 = ModelFamily("phi3", "Phi3ForCausalLM", read_phi3, write_phi3, phi3_rules)
 SMOLLM3 = ModelFamily("smollm3", "SmolLM3ForCausalLM", read_smollm3, write_smollm3, llama_rules)
 GRANITE = ModelFamily(
     "granite", "GraniteForCausalLM", read_granite, write_granite, llama_rules, fold=fold_granite
 )
+OLMO2 = ModelFamily("olmo2", "Olmo2ForCausalLM", read_olmo2, write_olmo2, llama_rules)
