@@ -18,7 +18,6 @@ from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import MIXERS, CustomMixer, Rope, TransformerConfig
 from whorl.models.transformer_cost import mean_causal_keys
 from whorl.nn.positions.rotary import RopeScaling
-from whorl.registry import permit_code
 
 IDS = torch.randint(0, 50, (2, 13), generator=torch.Generator().manual_seed(2))
 MAMBA, NEAR = CustomMixer(kind="mamba"), HEADS.model_copy(update={"window": 4})
@@ -225,10 +224,12 @@ def test_forward_rejects_bad_ids_states_and_segments(kind: str) -> None:
     assert state.length == 4 and state.n_bytes > 0
 
 
-def test_transformer_rejects_bad_mixer_options() -> None:
+def test_transformer_rejects_bad_mixer_options(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="options of 'mamba'"):
         made(mixers={"m": CustomMixer(kind="mamba", options={"heads": 2})})
-    permit_code("absent:Mixer", "torch.nn:Linear")
+    with pytest.raises(ConfigError, match="names the code 'absent:Mixer', which would run"):
+        made(mixers={"m": CustomMixer(kind="absent:Mixer")})
+    monkeypatch.setenv("WHORL_CODE", "absent:Mixer,torch.nn:Linear")
     with pytest.raises(ConfigError, match="cannot be imported: No module named 'absent'"):
         made(mixers={"m": CustomMixer(kind="absent:Mixer")})
     with pytest.raises(ConfigError, match="without new_state"):

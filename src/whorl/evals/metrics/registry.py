@@ -9,6 +9,7 @@
     safety                      evals.safety        the same under transformations, if the answer is about the request
     facts                       evals.suites        a known fact, or the statement that it is unknown
     repetition                  repetition.py       distinct n-grams and repeated lines
+    reasoning_gym               evals.suites        an item of reasoning-gym is solved, by the package's own scorer
 
 A metric is a function `(gold, text, *, finish, **options) -> Graded`: pure, and total over texts. A metric of a user is
 "module:attribute". A `ProgramMetric` builds a program of each text, and all programs of a batch run in parallel.
@@ -44,6 +45,7 @@ METRICS = Registry(
         "patch": "whorl.evals.metrics.structures:patch",
         "parses": "whorl.evals.code.parse_rate:parses",
         "safety": "whorl.evals.safety.metric:safety",
+        "reasoning_gym": "whorl.evals.suites.reasoning_gym:solved",
     },
 )
 

@@ -75,7 +75,7 @@ def _task(family: str, names: list[str], inputs: SuiteInputs) -> EvalTask:
             "name": f"gym-{family}", "version": "2", "kind": "generate", "template": TEMPLATE, "chat": True,
             "about": f"reasoning-gym: {family}", "gold": "{'answer': answer, 'entry': entry}",
             "data": {"group": "data_set"}, "generation": {"max_tokens": 1024},
-            "options": {"metric": f"{__name__}:solved"},
+            "options": {"metric": "reasoning_gym"},
         },
         "suite reasoning-gym",
     )  # fmt: skip
