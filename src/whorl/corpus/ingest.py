@@ -300,7 +300,7 @@ def _read_part(part: FilePart, config: IngestConfig) -> Iterator[Document | Reje
     divided = is_divided(part.file, config)
     return read_documents(
         part.file, text_field=config.text_field, formats=config.formats, start=part.start, stop=part.stop,
-        max_bytes=SPLIT_READ_BYTES if divided else config.max_document_bytes,
+        max_bytes=max(SPLIT_READ_BYTES, 2 * (config.split_bytes or 0)) if divided else config.max_document_bytes,
         split_bytes=config.split_bytes or 0 if divided else 0, steps=config.normalise,
     )  # fmt: skip
 

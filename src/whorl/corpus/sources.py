@@ -45,7 +45,7 @@ FEW_FILES = (
 SPLIT_DOCUMENTS = 200
 MIN_SPLIT_BYTES = 4000  # of a document, unless there would be fewer than MIN_SPLIT_DOCUMENTS
 MIN_SPLIT_DOCUMENTS = 25
-SPLIT_READ_BYTES = 64_000_000  # of a divided file are read at a time
+SPLIT_READ_BYTES = 8_000_000  # of a divided file are read at a time, unless its documents are larger
 PROSE_SUFFIXES = ("", ".txt", ".md", ".rst", ".tex", ".text", ".markdown")  # code would lose its functions
 
 
