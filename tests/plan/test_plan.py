@@ -86,6 +86,16 @@ def test_plan_larger_budget_gives_larger_better_model() -> None:
     assert long.expected["bits_per_byte"] < short.expected["bits_per_byte"]
 
 
+def test_expected_loss_names_the_text_of_the_law() -> None:
+    made = plan(budget="5m")
+    (line,) = [line for line in made.arithmetic if "bits per byte" in line]
+    assert f"about {made.expected['bits_per_byte']:.2f} bits" in line
+    assert "like Python's standard library" in line and "other text may differ" in line
+    assert plan_table(made.expected).rows[-1][0].endswith("planned as for Python code")
+    other = plan(budget="5m", model=LLAMA)  # the law does not hold for it
+    assert "bits_per_byte" not in other.expected and "bits per byte" not in "".join(other.arithmetic)
+
+
 def test_plan_fills_flop_budget() -> None:
     made = plan(budget="1e14flops")
     assert made.expected["tokens"] * made.expected["flops_per_token"] == pytest.approx(1e14, rel=0.01)

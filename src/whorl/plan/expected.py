@@ -84,8 +84,9 @@ def build_plan(
         effective = effective_bytes(tokens * per_token, max(1, corpus_bytes))
         expected["bits_per_byte"] = expected_bits_per_byte(cost.block_params, effective, model.vocab_size)
         lines.append(
-            f"expected: {expected['bits_per_byte']:.2f} bits per byte on whole held-out files, as `evaluate` reads them "
-            "(law fitted on the sweep of bench/plan/scaling_sweep.py)"
+            f"expected: about {expected['bits_per_byte']:.2f} bits per byte on whole held-out files, as `evaluate` reads "
+            "them, if the text is like Python's standard library, to which the law is fitted; other text may "
+            "differ by half and more (docs/plan.md)"
         )
     ranked = sorted(candidates, key=lambda c: c.bits_per_byte)[:12]
     table: list[dict[str, Any]] = [

@@ -6,7 +6,8 @@ N: weights in the blocks' matrices; D: bytes of text seen; V: vocabulary; V*: it
 Hoffmann et al. 2022 (Training Compute-Optimal Large Language Models, arXiv:2203.15556) with a term for the vocabulary. A
 larger vocabulary puts more text into a token, but the head takes a larger share of a small model (Tao et al. 2024, Scaling
 Laws with Vocabulary, arXiv:2407.13623). The constants are fitted on the runs of `bench/plan/scaling_sweep.py`, on Python
-source. Other text mainly changes E, which does not affect the choice.
+source. Another text changes the loss of every shape, which hardly affects the choice, but the expected loss does not hold
+for it. A factor from the entropy of a sample under a compressor did not help reliably (LOG.md).
 """
 
 from __future__ import annotations
