@@ -139,6 +139,7 @@ def test_manifest_passes_on_command_line_options() -> None:
 
 def test_ray_manifest_fits_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "small").mkdir()
+    (tmp_path / "serve").mkdir()  # the verb, and no path
     (tmp_path / "keys.json").write_text('{"keys": []}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WHORL_HOME", raising=False)

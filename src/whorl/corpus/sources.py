@@ -39,9 +39,8 @@ from whorl.errors import ConfigError, DataError, one_of
 KNOWN_SOURCES = {
     "python-stdlib": ("PSF-2.0", "*.py", "the running interpreter's own standard library, as source")
 }
-FEW_FILES = (
-    30  # fewer files are divided into about SPLIT_DOCUMENTS documents; of more, those over the document limit
-)
+# Fewer files are divided into about SPLIT_DOCUMENTS documents; of more, those over the document limit are divided.
+FEW_FILES = 30
 SPLIT_DOCUMENTS = 200
 MIN_SPLIT_BYTES = 4000  # of a document, unless there would be fewer than MIN_SPLIT_DOCUMENTS
 MIN_SPLIT_DOCUMENTS = 25

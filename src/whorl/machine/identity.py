@@ -18,7 +18,6 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "HygonGenuine": "hygon", "0x41": "arm"}
-AMX_FLAGS = ("amx_tile", "amx_bf16", "amx_int8", "amx_fp16")
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 

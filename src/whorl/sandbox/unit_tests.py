@@ -31,6 +31,7 @@ import sys
 import unittest
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import CodeType, CoroutineType, GeneratorType
 from typing import Any
 
@@ -78,11 +79,8 @@ def _is_guard(node: ast.stmt) -> bool:
 def _swallows(handlers: Sequence[ast.ExceptHandler]) -> bool:
     """Return whether handlers catch AssertionError and do not raise."""
     for handler in handlers:
-        caught = (
-            {n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)}
-            if handler.type
-            else {"Exception"}
-        )
+        kind = handler.type or ast.Name("Exception")
+        caught = {n.id for n in ast.walk(kind) if isinstance(n, ast.Name)}
         if caught & {"AssertionError", "Exception", "BaseException"}:
             return not _fails(handler.body)
     return False
@@ -213,9 +211,8 @@ def run_tests(
     try:
         exec(code, names)
         bound = {n: v for n, v in names.items() if n not in given or given[n] is not v}
-        defined = {
-            c.co_name for c in code.co_consts if isinstance(c, CodeType)
-        }  # a test that the program decorates
+        # A test that the program decorates is a handle.
+        defined = {c.co_name for c in code.co_consts if isinstance(c, CodeType)}
         bound = {n: v for n, v in bound.items() if n in defined or not isinstance(v, Handle)}
         for name, test in _find_tests(bound):
             running, before = name, counter.held
@@ -262,11 +259,7 @@ def _call(test: Callable[[], Any]) -> None:
     elif isinstance(result, GeneratorType):
         for _ in result:
             pass
-    elif (
-        not isinstance(result, Handle)
-        and hasattr(type(result), "__enter__")
-        and hasattr(type(result), "__exit__")
-    ):
+    elif not isinstance(result, Handle) and isinstance(result, AbstractContextManager):
         with result:
             pass
 
@@ -300,9 +293,8 @@ def _run_test_cases(
         for test in suite._tests:
             suite.running = test
             method = getattr(type(test), test._testMethodName)
-            if any(
-                getattr(marked, "__unittest_expecting_failure__", False) for marked in (type(test), method)
-            ):
+            flag = "__unittest_expecting_failure__"
+            if getattr(type(test), flag, False) or getattr(method, flag, False):
                 raise AssertionError("expected to fail, so it checks nothing")
         suite.debug()
     except BaseException as error:

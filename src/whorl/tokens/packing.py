@@ -80,11 +80,6 @@ class PackedRows:
         """Number of targets of all rows."""
         return int(self.segment_lengths.sum())
 
-    @property
-    def fill_fraction(self) -> float:
-        """Fraction of positions that hold a token; the rest is padding."""
-        return self.n_targets / max(1, len(self) * self.seq_len)
-
     def segments(self, row: int) -> list[tuple[int, int]]:
         """Return (start in the stream, inputs) of each segment of a row, from left to right."""
         a, b = self.row_starts[row], self.row_starts[row + 1]

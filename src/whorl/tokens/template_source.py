@@ -63,13 +63,15 @@ def read_template(folder: Path) -> tuple[str | None, dict[str, str]]:
     Raises:
         DataError: a file is damaged.
     """
-    path = folder / "tokenizer_config.json"
-    config: Any = {}
-    if path.is_file():
-        try:
-            config = load_json(path)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read: {error}", expected="a JSON object") from error
+    path, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    try:
+        config = load_json(path) if path.is_file() else {}
+        source = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the chat template of {folder} cannot be read: {error}",
+            expected=f"{path.name} with a JSON object, {template_file.name} in UTF-8",
+        ) from error
     config = config if isinstance(config, dict) else {}
     tokens = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -77,10 +79,7 @@ def read_template(folder: Path) -> tuple[str | None, dict[str, str]]:
         text = entry.get("content") if isinstance(entry, dict) else entry
         if isinstance(text, str):
             tokens[name] = text
-    template_file = folder / "chat_template.jinja"
-    source = (
-        template_file.read_text(encoding="utf-8") if template_file.is_file() else config.get("chat_template")
-    )
+    source = config.get("chat_template") if source is None else source
     if isinstance(source, list):  # several named templates
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default") or next(iter(named.values()), None)

@@ -333,12 +333,7 @@ class Tokenizer:
             "trim_offsets": True,
             "use_regex": False,
         }
-        split = {
-            "type": "Split",
-            "pattern": {"Regex": self.pattern},
-            "behavior": "Isolated",
-            "invert": False,
-        }
+        split = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": False}
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         return {
             "version": "1.0",

@@ -33,12 +33,7 @@ from whorl.train.learner.loop import StopTraining, Stopwatch, train_loop
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.resilience.heartbeat import open_heartbeat
-from whorl.train.resilience.preemption import (
-    Preempted,
-    PreemptedError,
-    PreemptionHandler,
-    preempted_error,
-)
+from whorl.train.resilience.preemption import Preempted, PreemptedError, PreemptionHandler, preempted_error
 from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
 from whorl.train.resilience.spike_guard import SpikeGuard, event_line
 from whorl.train.task import R, ResumePoint, RunOptions, StepFunction, Task, TrainCallback
@@ -221,9 +216,7 @@ class Trainer(Generic[R]):
             self.layer_stats.on_step_end(done)
         report = task.report(done, metrics, clock)
         self.task_state = task.state_dict()
-        if (
-            self.callback_error is not None
-        ):  # of `on_event`, raised before the state of this step was complete
+        if self.callback_error is not None:  # of `on_event`, before the state of this step was complete
             self._save_and_raise(self.callback_error)
         if report is not None and not skipped:
             layers = self.layer_stats.pop_metrics() if self.layer_stats is not None else {}

@@ -56,6 +56,11 @@ def open_fake(fake: FakeEndpoint, **fields: Any) -> EndpointBackend:
     return EndpointBackend.open(fake.url, "fake", **{**FAST, **fields})
 
 
+def test_list_of_models_as_a_stream_is_ignored(fake: FakeEndpoint) -> None:
+    fake.always = "GET is a stream"
+    assert open_fake(fake).client.get("/models") is None
+
+
 def test_streams_of_both_routes_are_read(fake: FakeEndpoint) -> None:
     chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "say yes"})
     backend = open_fake(fake, extra={"top_k": 5, "seed": None})

@@ -42,7 +42,10 @@ class FakeEndpoint:
 
             def do_GET(self) -> None:
                 card = {"id": "fake"} | ({"max_model_len": fake.max_model_len} if fake.max_model_len else {})
-                send(self, 200, {"data": [card]})
+                if fake.always == "GET is a stream":
+                    send(self, 200, b"data: [DONE]\n\n", content_type="text/event-stream")
+                else:
+                    send(self, 200, {"data": [card]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))

@@ -123,6 +123,16 @@ def test_load_chat_template_rejects_damaged_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(DataError, match="tokenizer_config"):
             load_chat_template(tmp_path, CHATML)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match=r"chat_template\.jinja in UTF-8"):
+        load_chat_template(tmp_path, CHATML)
+
+
+@pytest.mark.parametrize("content", [5, {"text": "a"}])
+def test_content_that_is_no_text_is_refused(content: Any) -> None:
+    with pytest.raises(DataError, match="message 0 has content of the type"):
+        ChatTemplate(CHATML).encode_prompt([{"role": "user", "content": content}])
 
 
 def test_load_chat_template_finds_model_template(tmp_path: Path) -> None:

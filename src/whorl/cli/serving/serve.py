@@ -164,11 +164,7 @@ def _load_models(
 
 
 def _print_manifest(
-    model: str,
-    server: ServeConfig,
-    engine: EngineConfig,
-    processes: ServerProcessesConfig,
-    store: str | None,
+    model: str, server: ServeConfig, engine: EngineConfig, processes: ServerProcessesConfig, store: str | None
 ) -> None:
     """Print the manifest for `processes.manifest`. That for Ray has the addresses, sizes and paths of this machine."""
     from whorl.router.manifests import DeploymentSpec, manifest_for_command
@@ -178,7 +174,8 @@ def _print_manifest(
     kind, words, sizes = processes.manifest or "", sys.argv[1:], dict[str, Any]()
     if kind == "ray":
         check_auth_required(server, processes.no_auth)
-        words = [str(Path(word).absolute()) if Path(word).exists() else word for word in words]
+        # A folder here may have the verb's name.
+        words = [str(Path(w).absolute()) if w != "serve" and Path(w).exists() else w for w in words]
         if Path(model).exists():
             model = str(Path(model).absolute())
         elif store is None:

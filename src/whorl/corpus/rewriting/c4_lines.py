@@ -11,13 +11,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.corpus.deduplication.shingles import NO_SPACES
-from whorl.corpus.measures.rules import (
-    CITATION,
-    MAX_UNSPACED,
-    MAX_WORD_CHARACTERS,
-    MIN_LINE_WORDS,
-    POLICIES,
-)
+from whorl.corpus.measures.rules import CITATION, MAX_UNSPACED, MAX_WORD_CHARACTERS, MIN_LINE_WORDS, POLICIES
 
 TERMINAL = (".", "?", "!", '"', "'")
 

@@ -21,17 +21,8 @@ from whorl.data.quarantine import BadRecordError
 
 MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 MULTI_BYTE = {
-    "gbk",
-    "gb18030",
-    "hz",
-    "big5hkscs",
-    "cp932",
-    "euc_jp",
-    "cp949",
-    "johab",
-    "iso2022_jp",
-    "iso2022_kr",
-}
+    "gbk", "gb18030", "hz", "big5hkscs", "cp932", "euc_jp", "cp949", "johab", "iso2022_jp", "iso2022_kr",
+}  # fmt: skip
 LARGER = {"gbk": "gb18030", "euc_jp": "euc_jis_2004"}  # with more characters, some of which no page means
 WIDE = ("utf-16-le", "utf-16-be")
 META = re.compile(rb"<meta[^>]{0,500}?charset\s*=\s*[\"']?\s*([A-Za-z0-9_:.\-]{2,40})", re.IGNORECASE)

@@ -88,9 +88,7 @@ def _move_lists_down(tree: Any) -> None:
 
 def _is_deep(html: str) -> bool:
     """Return whether elements may be nested deeper than MAX_DEPTH."""
-    depth = (
-        0  # an upper bound, which counts elements without an end tag: it spares most pages the exact count
-    )
+    depth = 0  # an upper bound, with elements without an end tag: it spares most pages the exact count
     for start in range(0, len(html), PIECE):
         n_ends = html.count("</", start, start + PIECE)
         n_starts = html.count("<", start, start + PIECE) - n_ends

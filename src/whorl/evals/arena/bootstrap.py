@@ -41,15 +41,6 @@ class Bootstrap:
         top = ratings == ratings.max(1, keepdims=True)
         return np.asarray((top / top.sum(1, keepdims=True)).mean(0))
 
-    def rank_interval(self, level: float = 0.95) -> NDArray[np.int64]:
-        """Return [M, 2] lowest and highest rank, from 1, at the percentiles."""
-        ratings = self.draws[:, : len(self.models)]
-        ranks = 1 + (ratings[:, None, :] > ratings[:, :, None]).sum(2)
-        tail = (1 - check_level(level)) / 2
-        low = np.quantile(ranks, tail, axis=0, method="lower")
-        high = np.quantile(ranks, 1 - tail, axis=0, method="higher")
-        return np.stack([low, high], 1).astype(np.int64)
-
 
 def bootstrap(
     battles: Battles, rng: np.random.Generator, draws: int = 1000, penalty: float = DRAW_PENALTY

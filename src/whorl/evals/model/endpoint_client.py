@@ -146,8 +146,7 @@ class EndpointClient:
     def get(self, path: str) -> Any:
         """Return the JSON of a GET, or None."""
         try:
-            [content] = self._run(self._fetch("GET", path, None, self.timeout))
-            return content
+            return next(iter(self._run(self._fetch("GET", path, None, self.timeout))), None)
         except Fault:
             return None
 

@@ -82,14 +82,9 @@ class TestsPeer(Peer):
         text = self._read_stdin() if "stdin" in replaced else None
         outputs = [getattr(sys, name) for name in replaced if name != "stdin"]
         try:
-            head = [
-                "?",
-                self._origins[id(target)],
-                operation,
-                self.encode_items(arguments),
-                self.encode_named(named),
-            ]
-            message = [*head, self._patches(), [text, *(name for name in replaced if name != "stdin")]]
+            encoded = self.encode_items(arguments), self.encode_named(named)
+            streams = [text, *(name for name in replaced if name != "stdin")]
+            message = ["?", self._origins[id(target)], operation, *encoded, self._patches(), streams]
         except RecursionError:
             self._refuse("a value that is nested too deep or contains itself")
         try:
@@ -176,11 +171,8 @@ class TestsPeer(Peer):
         return [[i, self.encode(new)] for i, (new, old) in pairs if new is not old]
 
     def _read_stdin(self) -> str:
-        return (
-            sys.stdin.read()
-            if type(sys.stdin) is io.StringIO
-            else self._refuse("a stdin that is no io.StringIO")
-        )
+        is_text = type(sys.stdin) is io.StringIO
+        return sys.stdin.read() if is_text else self._refuse("a stdin that is no io.StringIO")
 
 
 def _peer(handle: Any) -> TestsPeer:
@@ -236,10 +228,10 @@ class Handle:
         while trace.tb_next:
             trace = trace.tb_next
         code = trace.tb_frame.f_code
-        raised = (
-            code.co_code[trace.tb_lasti] == opcode.opmap["RAISE_VARARGS"] and code.co_filename == "tests.py"
-        )
-        if not raised or isinstance(error, AssertionError):  # an assertion of the block may not have run
+        is_raise = code.co_code[trace.tb_lasti] == opcode.opmap["RAISE_VARARGS"]
+        if (
+            not is_raise or code.co_filename != "tests.py" or isinstance(error, AssertionError)
+        ):  # an assertion of the block may not have run
             _peer(self).refuse("a context manager of the program suppresses an error that no `raise` raised")
         return True
 

@@ -33,7 +33,6 @@ from whorl.serve.errors import ApiError
 from whorl.serve.middleware.rate_limit import SharedLevels, TokenBucket
 
 LOG = logging.getLogger("whorl.serve")
-DEFAULT_KEY_FILE = "whorl-keys.json"
 ID_CHARS = string.ascii_lowercase + string.digits
 RELOAD_SECONDS = 0.5
 DUMMY_HASH = "0" * 64

@@ -47,6 +47,8 @@ def _canonical_message(message: Message, number: int) -> dict[str, Any]:
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
             raise DataError(f"message {number} has content that is no text", expected="text parts")
         content = "".join(part["text"] for part in content)
+    if not isinstance(content, str | None):
+        raise DataError(f"message {number} has content of the type {type(content).__name__}", expected="text")
     made = _ordered(message, ("role",)) | {"content": content or ""}
     if calls := message.get("tool_calls"):
         try:
@@ -87,17 +89,10 @@ def _developer_as_system(message: Message) -> Message:
 
 def _calls_as_text(message: Message) -> Message:
     """Return a message with its calls as DeepSeek's templates write them: arguments as JSON, and no content."""
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(arguments, ensure_ascii=False, default=str),
-            },
-        }
-        for call in message.get("tool_calls", ())
-        for arguments in (call["function"]["arguments"],)
-    ]
+    calls = []
+    for call in message.get("tool_calls", ()):
+        text = json.dumps(call["function"]["arguments"], ensure_ascii=False, default=str)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
     return {**message, "content": None, "tool_calls": calls} if calls else message
 
 

@@ -35,6 +35,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +48,16 @@ from whorl.tokens.template_source import compile_template, read_template, turn_e
 from whorl.tokens.tokenizer import Tokenizer
 
 TemplateKind = Literal["model", "chatml", "transcript"]
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """What a template renders. mark: a character that occurs nowhere in it."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    mark: str
 
 
 class ChatTemplate:
@@ -120,10 +131,8 @@ class ChatTemplate:
         Raises:
             DataError: the template rejects the conversation, or leaves a message out.
         """
-        variables = variables or {}
-        messages, tools, mark = self._checked(messages, tools, add_generation_prompt, variables)
-        text = self._render(messages, tools, add_generation_prompt, variables, mark)
-        return self._check_injection(text, self._encode(text, mark), mark)
+        given = self._checked(messages, tools, variables, add_generation_prompt)
+        return self._encode_checked(self._render(given, add_generation_prompt), given.mark)
 
     def encode_with_mask(
         self,
@@ -137,15 +146,14 @@ class ChatTemplate:
         Raises:
             DataError: as `encode_prompt`; or the template does not only append, so that borders are undefined.
         """
-        variables = variables or {}
-        messages, tools, mark = self._checked(messages, tools, False, variables)
-        whole = self._render(messages, tools, False, variables, mark)
+        given = self._checked(messages, tools, variables, False)
+        whole = self._render(given, False)
         borders: list[tuple[int, int]] = []
-        for i, message in enumerate(messages):
+        for i, message in enumerate(given.messages):
             if message.get("role") != "assistant":
                 continue
-            before = self._render(messages[:i], tools, True, variables, mark)
-            after = self._render(messages[: i + 1], tools, False, variables, mark)
+            before = self._render(replace(given, messages=given.messages[:i]), True)
+            after = self._render(replace(given, messages=given.messages[: i + 1]), False)
             if not (after.startswith(before) and whole.startswith(after)):
                 raise DataError(
                     "the chat template changes an assistant's message when later messages follow",
@@ -159,11 +167,11 @@ class ChatTemplate:
         position = 0
         for start, stop in [*borders, (len(whole), len(whole))]:
             for piece, is_assistant in ((whole[position:start], False), (whole[start:stop], True)):
-                piece_ids = self._encode(piece, mark)
+                piece_ids = self._encode(piece, given.mark)
                 ids += piece_ids
                 mask += [is_assistant] * len(piece_ids)
             position = stop
-        return self._check_injection(whole, ids, mark), mask
+        return self._check_injection(whole, ids), mask
 
     def encode_after_reply(
         self,
@@ -185,51 +193,49 @@ class ChatTemplate:
         Raises:
             DataError: as `encode_prompt`; or the template drops the reply.
         """
-        variables = variables or {}
         reply = unused_character((prompt, messages, tools, variables))
-        conversation: Sequence[Message] = [*prompt, {"role": "assistant", "content": reply}, *messages]
-        conversation, tools, mark = self._checked(conversation, tools, True, variables)
-        parts = self._render(conversation, tools, True, variables, mark).split(reply)
+        conversation = [*prompt, {"role": "assistant", "content": reply}, *messages]
+        given = self._checked(conversation, tools, variables, True)
+        parts = self._render(given, True).split(reply)
         if len(parts) != 2:
             raise DataError(
                 f"the chat template writes a reply {len(parts) - 1} times",
                 expected="a template that keeps the assistant's messages",
             )
-        ids = self._check_injection(parts[1], self._encode(parts[1], mark), mark)
+        ids = self._encode_checked(parts[1], given.mark)
         return ids[1:] if ids and ids[0] == stop_id else ids
 
     def _checked(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None,
         add_generation_prompt: bool,
-        variables: Mapping[str, Any],
-    ) -> tuple[list[Message], list[Mapping[str, Any]], str]:
-        """Return (messages, tools, a mark) to render, with each message in a role that the template writes.
+    ) -> _Conversation:
+        """Return the conversation to render, with each message in a role that the template writes.
 
         Raises:
             DataError: the template rejects the conversation, or leaves a message out.
         """
-        shown: list[Message] = [*canonical_messages(messages)]
-        tools = canonical_tools(tools)
-        mark = unused_character((shown, tools, variables))
-        found, errors = list[tuple[list[int], list[int], list[Message]]](), list[DataError]()
+        parts = canonical_messages(messages), canonical_tools(tools), variables or {}
+        given = _Conversation(*parts, unused_character(parts))
+        found, errors = list[tuple[list[int], list[int], _Conversation]](), list[DataError]()
         for form in FORMS:
-            before, shown = shown, [form(m) for m in shown]
-            if (found or errors) and shown == before:
+            before, given = given, replace(given, messages=[form(m) for m in given.messages])
+            if (found or errors) and given == before:
                 continue
             try:
-                left_out = self._left_out(shown, tools, add_generation_prompt, variables, mark)
+                left_out = self._left_out(given, add_generation_prompt)
             except DataError as error:
                 errors.append(error)
                 continue
             if not left_out:
-                return shown, [*tools], mark
-            refused = [n for n in left_out if not self._writes_role(shown, n, tools, variables, mark)]
-            found.append((refused, left_out, shown))
+                return given
+            refused = [n for n in left_out if not self._writes_role(given, n)]
+            found.append((refused, left_out, given))
         if not found:
             raise errors[0]
-        refused, left_out, shown = min(found, key=lambda one: len(one[0]))
+        refused, left_out, given = min(found, key=lambda one: len(one[0]))
         if refused:
             role = shorten(str(messages[refused[0]].get("role")))
             raise DataError(
@@ -239,40 +245,26 @@ class ChatTemplate:
             )
         for role in sorted({shorten(str(messages[n].get("role"))) for n in left_out}):
             warnings.warn(f"the chat template leaves out a message of the role {role!r} here", stacklevel=3)
-        return shown, [*tools], mark
+        return given
 
-    def _writes_role(
-        self,
-        messages: Sequence[Message],
-        number: int,
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        mark: str,
-    ) -> bool:
+    def _writes_role(self, given: _Conversation, number: int) -> bool:
         """Return whether the template writes a message when it is the first, or when a user's turn follows it."""
         for start in (number, 0):
-            turns = [*messages[start : number + 1], {"role": "user", "content": "a"}]
+            turns = [*given.messages[start : number + 1], {"role": "user", "content": "a"}]
             with suppress(DataError):  # of templates that need another order
-                if number - start not in self._left_out(turns, tools, True, variables, mark):
+                if number - start not in self._left_out(replace(given, messages=turns), True):
                     return True
         return False
 
-    def _left_out(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any],
-        mark: str,
-    ) -> list[int]:
+    def _left_out(self, given: _Conversation, add_generation_prompt: bool) -> list[int]:
         """Return the messages of which the template writes nothing.
 
         Each content is replaced by the message's number in marks. Next to tool calls a content may be left out, as some
         templates do; then the name of a call counts.
         """
-        sign = unused_character((messages, tools, variables, mark))
+        sign = unused_character((given.messages, given.tools, given.variables, given.mark))
         probes, expected = list[Message](), list[int]()
-        for n, message in enumerate(messages):
+        for n, message in enumerate(given.messages):
             text, probe = f"{sign}{n}{sign}", dict(message)
             if calls := message.get("tool_calls"):
                 probe["tool_calls"] = [
@@ -284,33 +276,24 @@ class ChatTemplate:
                 text = ""
             probes.append(probe)
             expected += [n] if text else []
-        rendered = self._render(probes, tools, add_generation_prompt, variables, mark)
+        rendered = self._render(replace(given, messages=probes), add_generation_prompt)
         written = {int(n) for n in re.findall(f"{sign}([0-9]+){sign}", rendered)}
         return [n for n in expected if n not in written]
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any],
-        mark: str,
-    ) -> str:
-        """Render the text, with `mark` inside of every special token that the input spells."""
-        escaped = []
-        for message in messages:
-            escape = (
-                self._escape_special if message.get("role") == "assistant" else self._escape_special_and_added
-            )
+    def _render(self, given: _Conversation, add_generation_prompt: bool) -> str:
+        """Render the text, with the mark inside of every special token that the input spells."""
+        escaped, escape_all, mark = list[Message](), self._escape_special_and_added, given.mark
+        for message in given.messages:
+            escape = self._escape_special if message.get("role") == "assistant" else escape_all
             # A keyword that templates compare with.
             role = {"role": message["role"]} if "role" in message else {}
             escaped.append({**escape(message, mark), **role})
         try:
             return self._template.render(
                 **self.tokens,
-                **self._escape_special_and_added(dict(variables), mark),
+                **escape_all(dict(given.variables), mark),
                 messages=escaped,
-                tools=self._escape_special_and_added(list(tools), mark) or None,
+                tools=escape_all(list(given.tools), mark) or None,
                 add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # a template may raise anything
@@ -320,14 +303,13 @@ class ChatTemplate:
             ) from error
 
     def _encode(self, text: str, mark: str) -> list[int]:
-        return [
-            int(i)
-            for part in text.split(mark)
-            if part
-            for i in self.tokenizer.encode(part, allow_special=True)
-        ]
+        parts = filter(None, text.split(mark))
+        return [int(i) for part in parts for i in self.tokenizer.encode(part, allow_special=True)]
 
-    def _check_injection(self, text: str, ids: list[int], mark: str) -> list[int]:
+    def _encode_checked(self, text: str, mark: str) -> list[int]:
+        return self._check_injection(text, self._encode(text, mark))
+
+    def _check_injection(self, text: str, ids: list[int]) -> list[int]:
         """Return `ids`; raises if they have more special ids than the template wrote."""
         special = set(self.special_ids.values())
         if isinstance(self.tokenizer, HFTokenizer) and self.tokenizer.unk_token in self.special_ids:

@@ -18,11 +18,7 @@ from whorl.train.job import Job, RowShape, first_long_step, row_shape, stream_co
 from whorl.train.learner.update import MicroBatch
 
 Batch = Slot[TokenBatch] | dict[str, Tensor]
-UNPACKED_FIELDS = (
-    "tokens",
-    "targets",
-    "loss_mask",
-)  # the fields of a batch whose rows hold one document each
+UNPACKED_FIELDS = ("tokens", "targets", "loss_mask")  # of a batch whose rows hold one document each
 
 
 def job_batches(

@@ -25,13 +25,7 @@ from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.config import CheckpointConfig
-from whorl.train.job import (
-    Job,
-    RowShape,
-    identity,
-    row_shape,
-    steps_per_epoch,
-)
+from whorl.train.job import Job, RowShape, identity, row_shape, steps_per_epoch
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
