@@ -52,7 +52,7 @@ TemplateKind = Literal["model", "chatml", "transcript"]
 
 @dataclass(frozen=True)
 class _Conversation:
-    """What a template renders. mark: a character that occurs nowhere in it."""
+    """The input of a template. mark: a character that occurs nowhere in it."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
