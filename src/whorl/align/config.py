@@ -19,6 +19,7 @@ from whorl.train.config import (
     RoutingConfig,
     RunConfig,
     ScheduleConfig,
+    TokenObjectiveName,
 )
 
 PREFERENCE_OBJECTIVES = Registry(
@@ -154,6 +155,7 @@ class DatasetStageConfig(StageConfig):
 class SFTConfig(DatasetStageConfig):
     """Supervised fine-tuning."""
 
+    objective: TokenObjectiveName = "next_token"
     data: SFTDataConfig = Field(default=SFTDataConfig(), description="the texts of a step")
 
 
@@ -166,6 +168,7 @@ class MultiTokenModelConfig(ModelConfig):
 class MultiTokenConfig(SFTConfig):
     """Multi-token heads of a trained model; formula in `models/multi_token.py`."""
 
+    objective: Literal["next_token"] = Field(default="next_token", description="of every head")
     lr_scale: float = Field(default=1.0, gt=0, description="multiple of pretraining's learning rates")
     n_predict: int = Field(
         default=4, ge=2, le=16, description="tokens that the heads predict; all but the first are drafts"

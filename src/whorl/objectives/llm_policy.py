@@ -158,6 +158,10 @@ PRESETS: Mapping[str, PolicyLossConfig] = MappingProxyType(
 )
 
 
+# By name in a configuration (`align/rl/config.py`).
+REINFORCE, RLOO, PPO, GRPO, DR_GRPO, DAPO, GSPO = PRESETS.values()
+
+
 def policy_loss(tokens: CompletionTokens, config: PolicyLossConfig) -> Loss:
     """Return the objective at the top of this file.
 

@@ -70,6 +70,15 @@ def next_token_reference(
     return Loss((per_token * weight).sum(), weight.sum(), {"nll": (nll * weight).sum().detach()})
 
 
+def next_token_of_logits(logits: Tensor, targets: Tensor, mask: Tensor) -> Loss:
+    """Return next-token prediction of logits [..., V]: the form of a user's objective (`train/lm/token_objective.py`).
+
+    targets: [...] ids. mask: [...], True where there is a target.
+    """
+    nll = F.cross_entropy(logits[mask].float(), targets[mask], reduction="sum")
+    return Loss(nll, mask.sum().float(), {"nll": nll.detach()})
+
+
 def logits_step(
     logits: Tensor, targets: Tensor, keep: Tensor, z_loss: float = 0.0, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

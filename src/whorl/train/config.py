@@ -26,6 +26,13 @@ OPTIMIZERS = (
         },
     )
 )
+# Of logits (`lm/token_objective.py`); the setting "next_token" takes the fused loss, which is equal.
+TOKEN_OBJECTIVES = Registry("objective", {"next_token": "whorl.objectives.next_token:next_token_of_logits"})
+TokenObjectiveName = Annotated[
+    str,
+    AfterValidator(TOKEN_OBJECTIVES.check),
+    Field(description="next_token, or module:attribute of a function of logits, targets and mask"),
+]
 OptimizerName = Annotated[str, AfterValidator(OPTIMIZERS.check)]
 
 

@@ -7,6 +7,7 @@ these out.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +20,16 @@ from whorl.errors import ConfigError, example_setting
 from whorl.machine.memory import MemoryText
 from whorl.models import TransformerConfig
 from whorl.models.transformer_block import YARN_FACTOR
-from whorl.registry import code_named_in, permit_code
+from whorl.registry import check_permitted, code_named_in, permit_code
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamConfig
-from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, SpikeGuardConfig
+from whorl.train.config import (
+    OptimConfig,
+    RoutingConfig,
+    ScheduleConfig,
+    SpikeGuardConfig,
+    TokenObjectiveName,
+)
 from whorl.train.optim.stochastic_rounding import RoundingMode
 from whorl.train.stream_config import TextStreamConfig
 
@@ -76,7 +83,8 @@ class Job(BaseModel):
         description="fraction of the steps, at the end, with rows of LONG_FACTOR times the length",
     )
     seed: int = 0
-    z_loss: float = Field(default=1e-5, ge=0)
+    objective: TokenObjectiveName = "next_token"
+    z_loss: float = Field(default=1e-5, ge=0, description="of next_token")
     schedule: ScheduleConfig = ScheduleConfig()
     ema: float = Field(
         default=0.0, ge=0, lt=1, description="decay per step of the averaged weights; 0: no average"
@@ -149,6 +157,20 @@ def job_of_program(settings: Mapping[str, Any]) -> Job:
         ) from error
     permit_code(*code_named_in(job.model_dump()))
     return job
+
+
+def read_job(folder: Path) -> dict[str, Any]:
+    """Return the fields of the job that trained the model in a folder.
+
+    Raises:
+        ConfigError: they name code that neither a recipe nor a command line permits. That of mixers is checked later.
+    """
+    path = folder / "job.json"
+    fields: dict[str, Any] = json.loads(path.read_text())
+    for name in (fields.get("objective", ""), fields["optim"]["optimizer"]):
+        if ":" in name:
+            check_permitted(name, str(path))
+    return fields
 
 
 @dataclass(frozen=True)

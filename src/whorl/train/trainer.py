@@ -371,6 +371,11 @@ class Trainer(Generic[R]):
     def _preempted(self) -> PreemptedError:
         return preempted_error(self.steps_done, self.task.steps, self.last_saved_step)
 
+    def log_objective(self, name: str) -> None:
+        """Log that a user's objective is computed without the fused loss and the compiled step."""
+        if name != "next_token" and self.group.rank == 0:
+            self.log(f"objective {name} reads whole logits: without the fused loss and compilation")
+
     def report_event(self, done: int, event: dict[str, Any]) -> None:
         """Send an event to the log and the callback, those of the guard with the documents of the step's batch.
 

@@ -181,6 +181,44 @@ def test_overrides_turn_algorithm_into_another(
     assert same_weights(net, same) and not same_weights(net, plain)
 
 
+OWN = "tests.support.train.own_objectives"
+
+
+def test_own_algorithm_of_known_parts_equals_preset(folder: Path) -> None:
+    runs = [changed(steps=2, algorithm=name) for name in (f"{OWN}:LEAVE_ONE_OUT", "rloo")]
+    (net, *_), (same, *_) = (train(folder, run) for run in runs)
+    assert same_weights(net, same)
+
+
+def test_own_algorithm_is_a_function_like_policy_loss(folder: Path, tmp_path: Path) -> None:
+    config = changed(steps=2, algorithm=f"{OWN}:doubled")
+    _, history, _ = train(folder, config)
+    _, usual, _ = train(folder, changed(steps=2))
+    assert usual[0]["grad_norm"] * 2 == pytest.approx(history[0]["grad_norm"], rel=1e-4)
+    assert history[0]["doubled"] == history[0]["loss"] and history[0].keys() - usual[0].keys() == {"doubled"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            f"{OWN}:smoothed",
+            "cannot be called: missing a required argument.*\n  expected: a PolicyLossConfig, or",
+        ),
+        (f"{OWN}:absent", "the algorithm .* cannot be imported"),
+        (
+            f"{OWN}:counts_tokens",
+            "the count of algorithm .*counts_tokens' is .*\n.* loss.aggregation = 'sequence'",
+        ),
+    ],
+)
+def test_wrong_own_algorithm_is_named(name: str, message: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(folder, changed(algorithm=name))
+    with pytest.raises(ValidationError, match="did you mean 'grpo'"):
+        RLConfig(algorithm="grp")
+
+
 def test_grpo_with_coefficient_uses_kl_of_its_paper() -> None:
     assert resolve_method(changed(algorithm="grpo")).kl_coef == 0.0  # default: no reference
     method = resolve_method(changed(algorithm="grpo", kl=KLConfig(coef=PRESETS["grpo"].kl_coef)))

@@ -15,7 +15,7 @@ from tests.support.align.kill_at_step import History, check_replicas, check_resu
 from tests.support.align.stage_inputs import MOE, SFT, train_sft, write_replay_tokens
 from tests.support.configs import nested, updated
 
-from whorl.align.config import DistilConfig, LoRAConfig, SFTConfig
+from whorl.align.config import DistilConfig, LoRAConfig, MultiTokenConfig, SFTConfig
 from whorl.align.model import policy_model
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage import task
@@ -63,6 +63,21 @@ def test_long_stage_compiles_full_packed_rows_only(monkeypatch: pytest.MonkeyPat
     for other in ({"packing": False, "batch_size": 9}, {"lora": LoRAConfig(rank=2)}):
         train_sft(changed(epochs=1, **other))
     assert not shapes
+
+
+def test_own_objective_equals_usual_loss_of_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        policy_model, "MIN_COMPILED_FLOPS", 0.0
+    )  # a long stage, which compiles its usual loss
+    lines, settings = list[str](), changed(batch_size=4, epochs=1)
+    own = updated(settings, objective="whorl.objectives.next_token:next_token_of_logits")
+    _, seen = train_sft(own, log=lines.append)
+    assert [line for line in lines if "reads whole logits" in line] == lines[:1]
+    monkeypatch.setattr(policy_model, "MIN_COMPILED_FLOPS", 1e30)
+    for found, usual in zip(seen, train_sft(settings)[1], strict=True):
+        assert found.keys() == usual.keys() and found["nll"] == pytest.approx(usual["nll"], rel=1e-4)
+    with pytest.raises(ValidationError, match="next_token"):
+        MultiTokenConfig.model_validate({"objective": own.objective})
 
 
 def test_resume_with_adapter_gives_same_bits(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ rollout batch that the newest weights sampled; an older one has nothing to compa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from whorl.align.model.logprob_diff import LogProbDiff
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.rl.config import RLConfig
+from whorl.align.rl.config import ALGORITHMS, RLConfig
 from whorl.align.rl.experience import Experience
 from whorl.errors import ConfigError
 from whorl.objectives.advantages.group_advantages import group_advantages, update_running_mean
@@ -32,7 +33,7 @@ from whorl.objectives.advantages.importance import importance_weights
 from whorl.objectives.advantages.token_gae import token_gae, whiten
 from whorl.objectives.divergences import adapt_kl_coef, kl_reward
 from whorl.objectives.llm_policy import (
-    PRESETS,
+    GRPO,
     CompletionTokens,
     PolicyLossConfig,
     overlong_reward,
@@ -42,13 +43,36 @@ from whorl.objectives.llm_policy import (
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.update import MicroBatch
+from whorl.train.lm.token_objective import checked_function, checked_loss
 
+PolicyObjective = Callable[[CompletionTokens, PolicyLossConfig], Loss]
 VALUE_COEF = 0.5
+
+
+def get_algorithm(name: str) -> tuple[PolicyLossConfig, PolicyObjective]:
+    """Return the arguments of an algorithm and its objective. An own function has the arguments of GRPO.
+
+    Raises:
+        ConfigError: it cannot be imported, or is neither a `PolicyLossConfig` nor a function like `policy_loss`.
+    """
+    found = ALGORITHMS.get(name)
+    if isinstance(found, PolicyLossConfig):
+        return found, policy_loss
+    form = "a PolicyLossConfig, or a function (tokens, config) -> Loss like whorl.objectives.llm_policy:policy_loss"
+    function = checked_function("algorithm", name, found, 2, form)
+
+    def objective(tokens: CompletionTokens, config: PolicyLossConfig) -> Loss:
+        with torch.no_grad():
+            usual = policy_loss(tokens, config)
+        count = f"the count of policy_loss with loss.aggregation = {config.aggregation!r}"
+        return checked_loss(f"algorithm {name!r}", function(tokens, config), usual, count)
+
+    return GRPO, objective
 
 
 def resolve_method(config: RLConfig) -> PolicyLossConfig:
     """Return the arguments of the algorithm with the overrides of the configuration."""
-    method = PRESETS[config.algorithm]
+    method, _ = get_algorithm(config.algorithm)
     changed: dict[str, Any] = {
         "kl_coef": config.kl.coef,
         "kl_estimator": config.kl.estimator or method.kl_estimator,
@@ -234,7 +258,7 @@ def policy_loss_of(config: RLConfig, network: PolicyModel, state: RLState, part:
     entropy = output.entropy if bonus or output.entropy is None else output.entropy.detach()
     tokens = CompletionTokens(output.log_prob, sequence=rows, n_sequences=n, entropy=entropy, **streams)
     loss_config = replace(method, kl_coef=state.kl_coef)
-    loss = policy_loss(tokens, loss_config)
+    loss = get_algorithm(config.algorithm)[1](tokens, loss_config)
     if output.value is None:
         return loss
     critic_loss = value_loss(

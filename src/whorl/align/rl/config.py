@@ -5,17 +5,23 @@ The arguments of each algorithm are in `objectives/llm_policy.py`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from whorl.align.config import StageConfig
 from whorl.align.environments import EnvironmentField
 from whorl.align.policy_config import KLConfig, PolicyLossOverrides
-from whorl.registry import require_extra
+from whorl.registry import Registry, require_extra
 from whorl.train.config import RunConfig
 
-Algorithm = Literal["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"]
+ALGORITHMS = Registry(
+    "algorithm",
+    {
+        name: f"whorl.objectives.llm_policy:{name.upper()}"
+        for name in ("reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo")
+    },
+)
 
 
 class AsyncRolloutConfig(BaseModel):
@@ -143,7 +149,11 @@ class PolicyUpdateConfig(BaseModel):
 class RLConfig(StageConfig):
     """Reinforcement learning from verifiable rewards."""
 
-    algorithm: Algorithm = "grpo"
+    algorithm: Annotated[str, AfterValidator(ALGORITHMS.check)] = Field(
+        default="grpo",
+        description="reinforce, rloo, ppo, grpo, dr_grpo, dapo, gspo, or module:attribute of a PolicyLossConfig or of a "
+        "function like policy_loss",
+    )
     environment: EnvironmentField | None = Field(
         default=None,
         description="of several turns, as calculator or module:attribute; default: the task's verifier",

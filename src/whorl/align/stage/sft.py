@@ -133,7 +133,8 @@ class SFTTask(DatasetTask):
             network, config, steps=self.order.steps, rows=n_own + n_replay, row_length=width,
             positions=n_own * width + n_replay * config.data.seq_len,
         )  # fmt: skip
-        self.uniform_loss = math.log(network.model.config.vocab_size)
+        if config.objective == "next_token":
+            self.uniform_loss = math.log(network.model.config.vocab_size)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -143,9 +144,12 @@ class SFTTask(DatasetTask):
         learner = super().make_learner(trainer)
         data, network = self.config.data, self.network
         self.compiles = network.compiles and data.packing and data.batch_tokens is None and not trainer.moe
+        self.compiles = self.compiles and self.config.objective == "next_token"
+        trainer.log_objective(self.config.objective)
         self.lm_objective = LMObjective(
             network.model, trainer.moe, z_loss=0.0, compile=False, chunk_tokens=network.kernels.chunk_tokens,
             packed_shape=(self.micro_rows, self.row_length) if self.compiles else None,
+            objective=self.config.objective,
         )  # fmt: skip
         return learner
 

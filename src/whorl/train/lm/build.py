@@ -69,6 +69,7 @@ def build_learner(
             compile=job.compile,
             chunk_tokens=kernels.chunk_tokens,
             length=job.seq_len if job.long_ratio and not job.compile_long else None,
+            objective=job.objective,
         ),
         treated,
         clip_norm=optim.clip_norm,

@@ -21,6 +21,7 @@ from whorl.nn.native.linear import weight_gradient
 from whorl.objectives.next_token import Loss, next_token
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import MicroBatch, ParamOptim
+from whorl.train.lm.token_objective import own_objective
 from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.optim.decay_mask import decayed_parameters
 from whorl.train.optim.mup import inverse_width_mult
@@ -88,6 +89,7 @@ class LMObjective:
     of their products depend on the routing.
 
     packed_shape: [rows, length] of the packed micro-batches to compile; others run uncompiled.
+    objective: of users in place of the next-token loss (`token_objective.py`); nothing is compiled for it.
     length: of the rows to compile, None for all. In a short run the longer ones at its end do not pay for a compilation.
     """
 
@@ -101,7 +103,9 @@ class LMObjective:
         chunk_tokens: int | None = None,
         packed_shape: tuple[int, int] | None = None,
         length: int | None = None,
+        objective: str = "next_token",
     ) -> None:
+        self.own = own_objective(objective)
         self.model, self.z_loss, self.moe, self.chunk_tokens = model, z_loss, moe, chunk_tokens
         self.compiled_loss: Callable[..., tuple[Tensor, ...]] = self._loss
         self.packed_shape, self.length = packed_shape, length
@@ -138,8 +142,12 @@ class LMObjective:
         positions = None if segments is None else micro_batch["positions"]
         x, where = self.model.prepare(micro_batch["tokens"], positions, segments)
         rest = micro_batch["targets"], micro_batch["loss_mask"]
+        records: list[Any] = []
+        if self.own is not None:
+            hidden = self.model.trunk(x, where, segments, routings=records if self.moe else None)
+            loss = self.own(self.model.logits(hidden), *rest)
+            return self.moe.add_aux_losses(loss, records, rest[1]) if self.moe else loss
         if self.moe:
-            records: list[Any] = []
             total, count, nll = self._loss(x, where, *rest, segments, records)
             return self.moe.add_aux_losses(
                 Loss(total, count, {"nll": nll}), records, micro_batch["loss_mask"]
@@ -148,6 +156,6 @@ class LMObjective:
             is_compiled = self.length in (None, micro_batch["tokens"].shape[1])
             total, count, nll = (self.compiled_loss if is_compiled else self._loss)(x, where, *rest)
         else:
-            loss = self.packed_loss if micro_batch["tokens"].shape == self.packed_shape else self._loss
-            total, count, nll = loss(x, where, *rest, segments)
+            packed = self.packed_loss if micro_batch["tokens"].shape == self.packed_shape else self._loss
+            total, count, nll = packed(x, where, *rest, segments)
         return Loss(total, count, {"nll": nll})

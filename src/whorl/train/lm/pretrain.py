@@ -110,7 +110,8 @@ class PretrainTask(Task[Batch]):
         self.job, self.weights = job, branch_start if is_model else None
         self.branch_start = None if is_model else branch_start
         self.steps, self.dtype = job.steps, activation_dtype(job.dtype)
-        self.uniform_loss = math.log(job.model.vocab_size)
+        # Of another objective no level means divergence.
+        self.uniform_loss = math.log(job.model.vocab_size) if job.objective == "next_token" else None
         self.evaluate_every = max(1, math.ceil(job.steps / job.evaluations))
         self.meter, self.best = Meter(), BestWeights()
         self.deadline = Deadline(job.steps, job.seconds)
@@ -139,6 +140,7 @@ class PretrainTask(Task[Batch]):
 
     def make_learner(self, trainer: Trainer[Batch]) -> Learner:
         job, self.trainer = self.job, trainer
+        trainer.log_objective(job.objective)
         self.learner = build_learner(
             self.networks,
             job,

@@ -198,7 +198,7 @@ def _run(
         replicas=process_group.size,
         threads=job.threads,
         dtype=job.dtype,
-        compiled=isinstance(learner.updates[0].objective, LMObjective) and job.compile and not moe,
+        compiled=job.compile and job.objective == "next_token" and not moe,
         step_seconds=step,
         traced_seconds=reading.seconds,
         compile_seconds=max(0.0, sum(durations[:WARMUP_STEPS]) - WARMUP_STEPS * step),

@@ -85,6 +85,6 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
         headline=headline + format_likelihood_change(**result.likelihood),
     )  # fmt: skip
     write_curve(
-        ctx, objective="sft", loss=("nll", "Loss in nats per trained token"),
-        trained_on=f"{len(examples):,} texts",
+        ctx, objective="sft" if config.objective == "next_token" else config.objective,
+        loss=("nll", "Loss in nats per trained token"), trained_on=f"{len(examples):,} texts",
     )  # fmt: skip

@@ -51,14 +51,14 @@ class DecayBranchConfig(BaseModel):
 )
 def decay_branch(ctx: StepContext, config: DecayBranchConfig) -> None:
     """Decay the learning rate from the plateau of a pretraining run."""
-    from whorl.train.job import Job
+    from whorl.train.job import Job, read_job
     from whorl.train.lm import decay_branches as branches
 
     folder = ctx.parent_folder("model")
     for role in ("tokens", "tokenizer"):
         ctx.parents[role].check()
     start = branches.branch_state_folder(folder, config.fraction)
-    trained = json.loads((folder / "job.json").read_text())
+    trained = read_job(folder)
     trained["tokens"] = str(ctx.parents["tokens"].path)
     if trained["stream"] is not None:
         trained["stream"]["tokenizer"] = str(ctx.parents["tokenizer"].path)

@@ -9,7 +9,6 @@ The optimizer's moments start at zero: a saved model has weights only. Its first
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -72,7 +71,7 @@ def midtrain(ctx: StepContext, config: MidtrainConfig) -> None:
     """Continue pretraining on a mixture, with longer rows and an annealed learning rate."""
     from whorl.models import load_model
     from whorl.tokens.shards import TokenSet
-    from whorl.train.job import Job
+    from whorl.train.job import Job, read_job
 
     folder, mixture_folder = ctx.parent_folder("model"), ctx.parent_folder("mixture")
     for role in ("tokens", "tokenizer"):
@@ -83,7 +82,7 @@ def midtrain(ctx: StepContext, config: MidtrainConfig) -> None:
             expected="a model of the step `pretrain`, `decay_branch` or `midtrain`",
         )
     mixture = CorpusMixture.load(mixture_folder)
-    before = json.loads((folder / "job.json").read_text())
+    before = read_job(folder)
     split = TokenSet(ctx.parents["tokens"].path).split("train")
     seq_len = config.data.seq_len or 2 * before["seq_len"]
     longest = load_model(folder).eval_window

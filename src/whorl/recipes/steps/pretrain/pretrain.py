@@ -12,7 +12,7 @@ from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.pretrain.train_job import train_and_save
 from whorl.recipes.steps.tokens import read_plan
 from whorl.store import Store
-from whorl.train.config import RunConfig, TrainConfig
+from whorl.train.config import RunConfig, TokenObjectiveName, TrainConfig
 from whorl.train.stream_config import TextStreamConfig
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class PretrainConfig(BaseModel):
         default=None, description="train on raw files, tokenized during training, instead of the token set"
     )
 
+    objective: TokenObjectiveName = "next_token"
     seed: int | None = Field(default=None, ge=0, description="default: the seed of the plan")
     decay_branches: list[float] = Field(
         default=[],
@@ -120,6 +121,7 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
             "stream": _stream_settings(ctx, config),
             "long_ratio": 0.0 if config.stream is not None else planned.long_ratio,
             "serial_loader": config.serial_loader,
+            "objective": config.objective,
             "activation_budget": config.run.activation_budget,
             "deterministic": deterministic,
             # No clock decides where equal bits are required, nor where branches start at planned steps.

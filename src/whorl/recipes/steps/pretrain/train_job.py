@@ -101,7 +101,7 @@ def train_and_save(
         + (f"; {steps:,} of {job.steps:,} steps, to end on time" if steps < job.steps else ""),
     )
     ctx.report = training_report(
-        curve, ctx.summary, config=json.loads((ctx.out / "config.json").read_text()), objective="next_token",
+        curve, ctx.summary, config=json.loads((ctx.out / "config.json").read_text()), objective=job.objective,
         expected=ctx.parents["plan"].summary["expected"] if "plan" in ctx.parents else {},
     )  # fmt: skip
 
