@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import warnings
 from collections.abc import Sequence
+
+from whorl.evals.verify.program_verifiers import parse_or_none
 
 PYTHON_PROMPTS = ("def ", 'class Node:\n    """')
 CHECKED_TEXTS = 8
@@ -36,12 +36,4 @@ def has_words(text: str) -> bool:
 
 
 def _parses(text: str) -> bool:
-    if "def " not in text and "class " not in text:
-        return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return False
-    return True
+    return ("def " in text or "class " in text) and parse_or_none(text) is not None

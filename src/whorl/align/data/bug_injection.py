@@ -27,7 +27,8 @@ from itertools import pairwise
 
 from whorl.align.data.formats import Preference, UnpairedPreference
 from whorl.errors import ConfigError, one_of
-from whorl.evals.code.functions import PythonFunction, parse_or_none, stable_hash
+from whorl.evals.code.functions import PythonFunction, stable_hash
+from whorl.evals.verify.program_verifiers import parse_or_none
 
 OPERATOR_SWAPS = {
     "==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">",

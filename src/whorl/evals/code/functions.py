@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document
 from whorl.corpus.readers import read_documents
 from whorl.corpus.sources import list_files
+from whorl.evals.verify.program_verifiers import parse_or_none as parse_or_none
 
 SplitName = Literal["train", "test"]
 SourceText = tuple[str, str]  # (path, text)
@@ -164,16 +164,6 @@ def _definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFuncti
             inner = getattr(node, part, None)
             if isinstance(inner, list):  # the body of a lambda is an expression, which contains no statement
                 left += inner
-
-
-def parse_or_none(text: str) -> ast.Module | None:
-    """Return the tree, or None if the text is not Python or too deeply nested."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old code has escapes that Python warns of
-        try:
-            return ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
 
 
 def source_lines(text: str) -> list[str]:

@@ -15,7 +15,6 @@ The measure does not check behavior: `pass` parses.
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ import numpy as np
 
 from whorl.errors import DataError
 from whorl.evals.metrics.result import Graded
+from whorl.evals.verify.program_verifiers import parse_or_none
 
 END_OF_DOCUMENT = b"\n\0"  # an unindented line that no Python file contains
 
@@ -139,23 +139,16 @@ def _parses(source: bytes) -> bool:
         return False
     if text[0] in " \t":  # a method: wrap it in a block, since dedenting would change multi-line strings
         text = "if True:\n" + text
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an invalid escape is a warning only
-        try:
-            ast.parse(text)
-        # A NUL byte is a ValueError in some versions; deep nesting exhausts the parser.
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return False
-    return True
+    return parse_or_none(text) is not None
 
 
 def _find_functions(document: str, text: bytes) -> list[FunctionPrompt]:
     """Yield every function of a file whose header ends its line."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(text.decode("utf-8"))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = parse_or_none(text.decode("utf-8"))
+    except UnicodeDecodeError:
+        return []
+    if tree is None:
         return []
     lines = text.split(b"\n")
     starts = np.concatenate([[0], np.cumsum([len(line) + 1 for line in lines])])

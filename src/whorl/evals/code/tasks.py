@@ -29,10 +29,10 @@ from whorl.evals.code.functions import (
     PythonFunction,
     SourceText,
     extract_functions,
-    parse_or_none,
     rare_garbage_collection,
     source_lines,
 )
+from whorl.evals.verify.program_verifiers import parse_or_none
 from whorl.evals.verify.task import Verdict, VerifiableTask
 
 

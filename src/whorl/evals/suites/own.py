@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from whorl.errors import DataError, WhorlError
-from whorl.evals.code.functions import parse_or_none, stable_hash
+from whorl.evals.code.functions import stable_hash
 from whorl.evals.code.parse_rate import sample_function_prompts
 from whorl.evals.code.tasks import doctest_tasks, filter_solvable
 from whorl.evals.suites.suite import SuiteInputs
 from whorl.evals.tasks import EvalTask, TaskConfig, make_task
 from whorl.evals.verify import verify_all
+from whorl.evals.verify.program_verifiers import parse_or_none
 from whorl.sandbox import Sandbox
 from whorl.tracking.seeds import derive
 

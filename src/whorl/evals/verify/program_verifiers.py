@@ -38,7 +38,7 @@ class SandboxVerifier:
 
 
 def parse_or_none(source: str) -> ast.Module | None:
-    """Return the tree of untrusted source, or None if it does not parse."""
+    """Return the tree of untrusted source, or None if it is not Python or too deeply nested."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes
         try:
