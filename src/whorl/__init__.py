@@ -6,10 +6,16 @@
     whorl.train("notes/", out="notes-model")        # one's own files, texts or token ids
 
 Importing this package imports nothing else: torch is loaded by the first call.
+
+It sets the turns that waiting threads of OpenMP spin before they sleep (GOMP_SPINCOUNT, in the environment, so that
+child processes inherit it). Libgomp reads the variable once, as torch loads it. Its default spins for milliseconds, and
+on busy cores such a thread takes the time of the one that computes.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +24,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"  # pyproject.toml and `whorl --version` read it here
 __all__ = ["Embedder", "Model", "load", "run", "train"]
+OPENMP_WAITING = (
+    "GOMP_SPINCOUNT",
+    "OMP_WAIT_POLICY",
+    "KMP_BLOCKTIME",
+    "KMP_LIBRARY",
+)  # the user's choice of waiting
+SPIN_COUNT = 10_000  # turns, some 50 us: bench/machine/spin.py
+
+if "torch" not in sys.modules and not any(name in os.environ for name in OPENMP_WAITING):
+    os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def __getattr__(name: str) -> Any:

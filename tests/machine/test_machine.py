@@ -95,6 +95,10 @@ def test_choose_narrow_dtype_needs_margin() -> None:
     eight = gpu_choice(**speeds)
     assert (eight.dtype, eight.peak_flops, eight.torch_dtype) == ("float8", 1.2e15, torch.bfloat16)
     assert "fp8 products ran at 1200.00 TFLOP/s and bf16 at 800.00, fp32 at 50.00" in eight.note
+    assert (
+        "bf16 products ran at 0.0041 TFLOP/s and fp32 at 0.50"
+        in gpu_choice(float32=5e11, bfloat16=4.1e9).note
+    )
     assert gpu_choice(float32=5e13, bfloat16=8e14, float8=9e14).dtype == "bfloat16"
     assert gpu_choice(float32=5e13, bfloat16=8e14).dtype == "bfloat16"  # float8 failed there
     assert all(gpu_choice(kind, **speeds).dtype == kind for kind in speeds)

@@ -11,6 +11,7 @@ from whorl.errors import BudgetError, ConfigError
 from whorl.machine.budget import Budget
 from whorl.machine.device_probe import Machine
 from whorl.models import TransformerConfig
+from whorl.models.transformer_config import AttentionConfig
 from whorl.plan import expected, planner
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import decoder_config, training_cost
@@ -315,6 +316,11 @@ def test_plan_of_given_transformer_fills_budget() -> None:
         assert job.optim.lr_muon != OptimConfig().lr_muon
         assert made.expected["seconds"] == pytest.approx(60, rel=0.02)
         assert any("2 heads of 16" in line for line in made.arithmetic)
+    assert (
+        AttentionConfig.model_validate(HEADS | {"n_heads": 1, "n_kv_heads": 1})
+        .describe()
+        .startswith("1 head of ")
+    )
     assert any("with every expert" in line for line in made.arithmetic)
 
 

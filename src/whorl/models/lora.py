@@ -202,10 +202,9 @@ def load_lora(folder: Path, model: LanguageModel) -> LoRA:
             f"{folder / CONFIG_FILE}: peft_type is {config.get('peft_type')!r}", expected="'LORA'"
         )
     for field, default in UNSUPPORTED_DEFAULTS.items():
-        if config.get(field, default) not in (default, None, [], False):
-            raise ConfigError(
-                f"{folder / CONFIG_FILE}: {field} is {config[field]!r}", expected=f"{default!r}"
-            )
+        given = config.get(field)  # absent or null in adapters of older versions
+        if given is not None and given != default and not (field == "modules_to_save" and given == []):
+            raise ConfigError(f"{folder / CONFIG_FILE}: {field} is {given!r}", expected=f"{default!r}")
     try:
         tensors = load_file(require_regular(folder / WEIGHTS_FILE))
     except (OSError, SafetensorError, ValueError) as error:

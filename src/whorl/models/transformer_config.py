@@ -117,7 +117,7 @@ class AttentionConfig(_MixerConfig):
 
     def describe(self) -> str:
         """Describe the mixer in a few words."""
-        return f"{self.n_heads} heads of {self.head_dim}"
+        return f"{self.n_heads} head{'s' * (self.n_heads > 1)} of {self.head_dim}"
 
 
 class MLAConfig(_MixerConfig):

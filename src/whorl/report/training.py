@@ -256,8 +256,9 @@ def plan_blocks(budget: str, expected: Mapping[str, float], arithmetic: Sequence
 
 
 def _mixer_text(mixer: Mapping[str, Any]) -> str:
-    heads = mixer["kind"] == "heads"
-    return f"{mixer['n_heads']} heads of {mixer['head_dim']}" if heads else str(mixer["kind"])
+    if mixer["kind"] != "heads":
+        return str(mixer["kind"])
+    return f"{mixer['n_heads']} head{'s' * (mixer['n_heads'] > 1)} of {mixer['head_dim']}"
 
 
 def model_facts(

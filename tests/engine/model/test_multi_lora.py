@@ -213,6 +213,8 @@ def test_load_lora_rejects_misfits(tmp_path: Path) -> None:
     assert f"tensor {a} has 4 rows" in error_of(good, rank_pattern={"blocks.1.mlp.down": 8})
     assert "use_dora is True" in error_of(good, use_dora=True)
     assert "modules_to_save" in error_of(good, modules_to_save=["head"])
+    assert "bias is False" in error_of(good, bias=False)  # "none" is the default
+    assert "modules_to_save is False" in error_of(good, modules_to_save=False)
     assert "peft_type is 'IA3'" in error_of(good, peft_type="IA3")
     config.write_text(json.dumps(settings))
     weights.write_bytes(b"not safetensors")

@@ -22,7 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import lru_cache, partial
 
 from whorl.errors import ConfigError, DataError, one_of
 from whorl.evals.verify import program_verifiers as programs
@@ -83,7 +83,7 @@ def parse_verifiers(verifier: str, named_by: str = "") -> tuple[WeightedVerifier
     return found
 
 
-@cache
+@lru_cache(4096)  # a set of tasks may give each task its own answer
 def _parse(verifier: str) -> tuple[WeightedVerifier, ...]:
     verifiers = []
     for text in re.split(r"\s\+\s(?![^()]*\))", verifier.strip()):
