@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -214,3 +215,9 @@ def test_no_forgery_passes(patient: Sandbox, suite: str) -> None:
 def test_remaining_forgeries_are_as_documented(patient: Sandbox, tests: str, source: str) -> None:
     """These still pass: tests that let the program's own class compare. A change here changes docs/sandbox.md."""
     assert patient.run(Program(source, tests)).ok
+
+
+def test_docs_have_the_number_of_forgeries() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    for page in ("align.md", "sandbox.md"):
+        assert f"{len(list(forgeries()))} forgeries" in (docs / page).read_text(encoding="utf-8"), page
