@@ -1,4 +1,4 @@
-"""Time of products and of training steps by how waiting threads of OpenMP spin, beside busy processes and without.
+"""Time of products and of training steps by how waiting threads of OpenMP spin, with busy processes and without.
 
     python bench/machine/spin.py [--rounds 20] [--turns 10000 3000 1000]
     python bench/machine/spin.py --quick      # fewer rounds
@@ -9,7 +9,7 @@
 
 Each setting has a process with a thread on each core, since libgomp reads the variables as it is loaded. The processes
 run in turn: products [2048, 192] x [192, 192], then SGD steps of a decoder with 3 layers of width 192 on 8 rows of 256
-tokens. Beside them run 0, 1 or 2 processes that compute all the time. A ratio is the median over the rounds of the
+tokens. At the same time, 0, 1 or 2 other processes compute. A ratio is the median over the rounds of the
 default's time by the setting's time. On a quiet machine, a step may lose 2 %.
 """
 
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized, skip
 from bench._turns import Gate, Turn
 
-# Nothing here imports whorl before torch, which would set the variable in the process of the default.
+# This file imports whorl after torch: otherwise the variable would be set in the process of the default.
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 PARTS = ("product", "step")
 WIDTH, LAYERS, ROWS, LENGTH, VOCABULARY = 192, 3, 8, 256, 1024
@@ -141,7 +141,7 @@ def main() -> None:
                 print(f"{busy} busy processes, {name}: {line}", flush=True)
             bar, ratio = (0.98 if not busy else 1.0), ratios[ours]["step"]
             claim(
-                f"training step with {ours} turns of waiting threads, beside {busy} busy processes",
+                f"training step with {ours} turns of waiting threads, with {busy} busy processes",
                 ours=median(times[ours]["step"]), peer=median(times["default"]["step"]), unit="ms", ratio=ratio, bar=bar,
                 ok=ratio >= bar, samples=[ratios], peer_name="libgomp's default", variant=f"{busy}_busy", quick=args.quick,
             )  # fmt: skip
