@@ -327,12 +327,8 @@ class Tokenizer:
             merges += [
                 [bpe.to_printable(ordinary[a]), bpe.to_printable(ordinary[b])] for a, b in sorted(by_rank)
             ]
-        byte_level = {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": False,
-        }
+        no = {"add_prefix_space": False, "use_regex": False}
+        byte_level = {"type": "ByteLevel", **no, "trim_offsets": True}
         split = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": False}
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         return {

@@ -298,11 +298,8 @@ class Trainer(Generic[R]):
 
     def state_dict(self) -> dict[str, Any]:
         """The metadata of a checkpoint."""
-        state: dict[str, Any] = {
-            "task": self.task_state,
-            "rounds": self.learner.rounds,
-            "spike_guard": self.guard.state,
-        }
+        state: dict[str, Any] = {"task": self.task_state, "rounds": self.learner.rounds}
+        state["spike_guard"] = self.guard.state
         if self.layer_stats is not None:
             state["noise_scale"] = self.layer_stats.noise_scale.state
         if self.moe:
