@@ -81,6 +81,14 @@ def test_length_filter_counts_reasons() -> None:
     assert len(room.tokenize(given, make)) == 2
     assert room.rejected == {"longer than 8 ids": 1, "empty": 1}
     assert room.summary == "1 rejected: empty; 1 rejected: longer than 8 ids"
+    assert (
+        LengthFilter(8, rejected={"longer than 8 ids": 2, "empty": 1}).advice("seq_len, now 8")
+        == "raise seq_len, now 8"
+    )
+    assert (
+        LengthFilter(8, rejected={"longer than 8 ids": 1, "empty": 2}).advice("seq_len")
+        == "correct the records, or give others"
+    )
     nothing = TokenizedExample(np.array([1, 2]), np.array([False, False]))
     assert room.tokenize([0], lambda _: nothing) == []
     assert room.rejected["no target in the loss"] == 1

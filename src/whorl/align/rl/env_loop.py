@@ -293,8 +293,13 @@ def make_env_loop(
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
+        tasks = asyncio.all_tasks(loop)  # steps of a stopped run
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=GRACE_SECONDS))
     finally:
-        for task in asyncio.all_tasks(loop):  # steps of a stopped run: asyncio would print each of them
+        for task in asyncio.all_tasks(loop):  # that cannot be cancelled: asyncio would print each of them
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         loop.close()
 

@@ -211,6 +211,11 @@ class LengthFilter:
         reason = str(reason).splitlines()[0]
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
 
+    def advice(self, setting: str) -> str:
+        """Return what to do where nothing is left. setting: that bounds the length, with its value."""
+        most = max(self.rejected, key=self.rejected.__getitem__, default="")
+        return f"raise {setting}" if most.startswith("longer than") else "correct the records, or give others"
+
     @property
     def summary(self) -> str:
         """Counts as text, or an empty string."""

@@ -116,5 +116,5 @@ def tokens(ctx: StepContext, config: TokensConfig) -> None:
     }
     parts = [f"{name} {found['tokens']:,}" for name, found in splits.items()]
     per_token = next(iter(splits.values()))["bytes_per_token"]
-    headline = f"tokens: {', '.join(parts)}; {per_token:.2f} bytes per token"
+    headline = f"{', '.join(parts)}; {per_token:.2f} bytes per token"
     ctx.summary.update(splits=splits, headline=headline)

@@ -204,8 +204,8 @@ class SpikeGuard:
 
     def _remedy(self) -> str:
         return (
-            "lower the learning rates (--set plan.optim.lr_muon=..., lr_adamw, lr_embedding, lr_scalar, lr_ngram); "
-            "if they are the defaults, check the documents listed in the run's log"
+            "lower the learning rates (pretrain: --set plan.optim.lr_muon=..., lr_adamw, lr_embedding, lr_scalar, lr_ngram; "
+            "later stages: --set STEP.lr_scale=...); if they are the defaults, check the documents listed in the run's log"
         )
 
     def _record_event(

@@ -178,7 +178,7 @@ def _load_examples(
         if not found[split]:
             raise DataError(
                 f"{given.name}: no example is left to {split}; {length_filter.summary}", expected="at least one",
-                do=f"raise {ctx.name}.data.seq_len, now {config.data.seq_len}",
+                do=length_filter.advice(f"{ctx.name}.data.seq_len, now {config.data.seq_len}"),
             )  # fmt: skip
     if length_filter.summary:
         ctx.progress.log(f"    {length_filter.summary}")
