@@ -369,3 +369,5 @@ def test_one_rule_changes_on_top_of_the_default_query(tmp_path: Path) -> None:
     assert CurateConfig(rules={}).selection_query == DEFAULT_QUERY
     with pytest.raises(ConfigError, match=r"curate\.query replaces it"):
         CurateConfig(query="SELECT row, '' AS reason FROM attributes", rules={"too_short": ""})
+    with pytest.raises(ConfigError, match="removes the rule 'too_shrt'"):
+        CurateConfig(rules={"too_shrt": ""})

@@ -20,7 +20,7 @@ from whorl.corpus.deduplication.settings import EarlierConfig, MinHashConfig, Si
 from whorl.corpus.mapreduce import ExecutorConfig
 from whorl.corpus.measures import FILTERS, MEASURES, MeasureConfig, check_filter, filtered_query
 from whorl.data.formats import FORMATS
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, one_of
 
 # Folders of tools and caches. A pattern without "/" matches a name at any depth.
 DEFAULT_EXCLUDE = (
@@ -214,6 +214,11 @@ class CurateConfig(ExecutorConfig):
                 "curate.rules changes the default query, and curate.query replaces it",
                 expected="one of the two",
             )
+        for reason, condition in self.rules.items():
+            if not condition and reason not in DEFAULT_RULES:
+                raise ConfigError(
+                    f"curate.rules removes the rule {reason!r}", expected=one_of(reason, list(DEFAULT_RULES))
+                )
         return self
 
     @property

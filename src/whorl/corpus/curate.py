@@ -126,7 +126,7 @@ def curate(
         raise DataError(
             f"the selection keeps none of {n_rows} documents: {reason_counts}",
             expected="at least one document with an empty reason",
-            do="loosen the thresholds in curate's query",
+            do="change or remove ('') a rule, such as --set 'curate.rules={too_short=\"n_bytes < 20\"}'",
         )
     split = assign_splits(ids, cluster, n_bytes, kept, config)
     _write_selection(out, split, reasons)

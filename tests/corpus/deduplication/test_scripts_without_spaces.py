@@ -1,4 +1,4 @@
-"""Chinese, Japanese and Thai: near copies are found as in English, and rules that count words do not drop their pages."""
+"""Scripts without spaces: near copies are found as in English, and rules that count words do not drop their pages."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ LETTERS = {
     "Chinese": [chr(0x4E00 + n) for n in range(2000)],
     "Japanese": [chr(0x3041 + n) for n in range(80)] + [chr(0x4E00 + n) for n in range(500)],
     "Thai": [chr(0x0E01 + n) for n in range(46)],
+    "Tibetan": [chr(0x0F40 + n) + "\u0f0b" for n in range(40)],
+    "Javanese": [chr(0xA984 + n) for n in range(47)],
     "English": [
         f"{a}{b} " for a in ("ka", "lo", "mi", "ne", "su", "ta") for b in ("ra", "vo", "zi", "pe", "du", "x")
     ],

@@ -28,7 +28,7 @@ from whorl.corpus.decontamination.items import ItemIndex
 from whorl.corpus.decontamination.words import hash_words, ngram_hashes
 from whorl.corpus.mapreduce import Executor, Input, LocalPool, Stage, Unit, UnitStore
 
-VERSION = 1  # of `match_file`
+VERSION = 2  # of `match_file`
 BLOCK_CHARACTERS = 1_000_000
 _FILTER_ENTRIES = 32  # per n-gram, in the table that is looked up first
 

@@ -1,8 +1,8 @@
 """Words as decontamination compares them: without case, punctuation, line ends and compatibility forms.
 
 A word is a run of letters, digits and combining marks after NFKC and case folding. Scripts without spaces between words
-(Chinese, Japanese, Thai, Lao, Burmese, Khmer) give one word per character. Format characters, such as the soft hyphen and
-the zero-width space, are removed.
+(Chinese, Japanese, Thai, Lao, Tibetan and others) give one word per character. Format characters, such as the soft hyphen
+and the zero-width space, are removed.
 
 `hash_words` computes the hashes of a block of documents as arrays; `split_words` is the slow reference, which a test
 compares with it.

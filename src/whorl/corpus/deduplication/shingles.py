@@ -5,8 +5,9 @@ path is vectorized over a block of documents. With S[i] the sum of byte[j] * P^j
 [a, b) has the hash (S[b] - S[a]) * P^-a. An odd P is invertible modulo 2^64. The native path computes the same.
 `shingle_hashes` is the slow reference.
 
-Scripts without spaces between words (Chinese, Japanese, Thai, Lao, Burmese, Khmer) give one word per character. The first
-two bytes of a character in UTF-8 show its script (`STANDS_ALONE`), so texts are not decoded.
+Scripts without spaces between words (Chinese, Japanese, Thai, Lao, Tibetan, Burmese, Khmer, Javanese and a few others)
+give one word per character. The first two bytes of a character in UTF-8 show its script (`STANDS_ALONE`), so texts are not
+decoded.
 
 A document of fewer words than a shingle has one shingle, of all its words; one without a word has the empty shingle.
 """
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 # First and last code point of the scripts in which each character counts as a word.
 WORD_PER_CHARACTER = (
-    (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x2E80, 0x2FDF), (0x3040, 0x30FF), (0x3400, 0x4DBF),
-    (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF),
+    (0x0E00, 0x0FFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x1980, 0x1AAF), (0x1B00, 0x1B7F), (0x2E80, 0x2FDF),
+    (0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xA980, 0xA9DF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF),
 )  # fmt: skip
 NO_SPACES = re.compile(f"[{''.join(f'{chr(first)}-{chr(last)}' for first, last in WORD_PER_CHARACTER)}]")
 

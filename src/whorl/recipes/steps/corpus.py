@@ -65,7 +65,7 @@ def ingest(ctx: StepContext, config: IngestConfig) -> None:
 
 @step(
     "selection", config=CurateConfig, parents={"documents": "documents"}, complete_config=with_file_hashes,
-    not_hashed=ENGINE_FIELDS, version=5,
+    not_hashed=ENGINE_FIELDS, version=6,
 )  # fmt: skip
 def curate(ctx: StepContext, config: CurateConfig) -> None:
     """Measure and select documents, and split them without near-duplicates across splits."""

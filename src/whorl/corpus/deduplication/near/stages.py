@@ -57,7 +57,7 @@ from whorl.corpus.mapreduce import (
     shuffled,
 )
 
-VERSION, REMOVE_VERSION = 6, 6
+VERSION, REMOVE_VERSION = 7, 7
 RECORDS_PER_PARTITION = 1 << 22  # 48 MB, and as much for sorting
 SHINGLES_PER_PARTITION = 1 << 25  # 256 MB
 MEMBERS, MATCHES = "members-{:05d}", "matches"
