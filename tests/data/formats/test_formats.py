@@ -179,13 +179,15 @@ def test_members_of_a_compressed_file_are_joined(tmp_path: Path, suffix: str, co
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-@pytest.mark.parametrize("repeated", [True, False], ids=["a dictionary", "compression"])
+@pytest.mark.parametrize("way", ["a dictionary", "a type of dictionary", "compression"])
 def test_columnar_bomb_ends_the_file(
-    tmp_path: Path, suffix: str, repeated: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, suffix: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "BOMB_BYTES", 1 << 20)
+    repeated = way != "compression"
     texts = ["x" * 10_000 if repeated else f"{n}" + "x" * 10_000 for n in range(1000)]
-    table, path = pa.table({"text": texts}), tmp_path / f"a{suffix}"
+    column = pa.array(texts).dictionary_encode() if way == "a type of dictionary" else texts
+    table, path = pa.table({"text": column}), tmp_path / f"a{suffix}"
     if suffix == ".parquet":
         pq.write_table(table, path, compression="zstd", use_dictionary=repeated, row_group_size=100)
     else:

@@ -29,15 +29,18 @@ class _Columnar(Format):
         return [name for name in self.fields if name in names] if self.fields else names
 
     def rows(self, batches: Iterator[Any], first: int, limit: int) -> Iterator[Record]:
-        number = n_decoded = 0
+        number = n_decoded = n_text = 0
         for batch in batches:
             n_decoded += batch.nbytes
-            if n_decoded > limit:
+            if (
+                max(n_decoded, n_text) > limit
+            ):  # bytes of an array of the dictionary type are those of its indices
                 raise bomb_error(limit)
             for value in _values(batch):
                 number += 1
                 text = None if isinstance(value, BadRecordError) else value.get(self.text_field)
                 length = len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else 0
+                n_text += length
                 yield Record(number, first + number - 1, length, value, first + number)
 
 
