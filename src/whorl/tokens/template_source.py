@@ -94,11 +94,13 @@ def turn_end(template: Template, tokens: Mapping[str, str], known: Mapping[str, 
     tokens: names and texts that the template may use. known: ids of special and added tokens by text.
     """
     reply = "\ufdd0"
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}]
-    try:
-        text = template.render(**tokens, messages=turns, tools=None, add_generation_prompt=False)
-    except Exception:  # of foreign code; it may need other roles
-        return None
-    _, found, behind = text.rpartition(reply)
-    names = [name for name in known if found and name and behind.lstrip().startswith(name)]
-    return known[max(names, key=len)] if names else None
+    turns = [{"role": role, "content": reply} for role in ("system", "user", "assistant")]
+    for messages in (turns[1:], turns):
+        try:
+            text = template.render(**tokens, messages=messages, tools=None, add_generation_prompt=False)
+        except Exception:  # of foreign code; it may need other roles
+            continue
+        _, found, behind = text.rpartition(reply)
+        names = [name for name in known if found and name and behind.lstrip().startswith(name)]
+        return known[max(names, key=len)] if names else None
+    return None

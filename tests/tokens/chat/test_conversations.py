@@ -184,12 +184,17 @@ def test_tool_call_without_a_name_raises_data_error(calls: Any) -> None:
         template(CHATML).encode_prompt([USER, {**CALLING, "tool_calls": calls}])
 
 
-@pytest.mark.parametrize("source", [LLAMA, GEMMA])
+NEEDS_SYSTEM = """{% if messages[0].role != "system" %}{{ raise_exception("no system message") }}{% endif %}\
+{% for m in messages %}{{ m.role }}: {{ m.content }}<|end_of_turn|>{% endfor %}"""
+
+
+@pytest.mark.parametrize("source", [LLAMA, GEMMA, NEEDS_SYSTEM])
 def test_token_behind_a_reply_is_a_stop_id(source: str) -> None:
     end = TOKENIZER.special_token_ids["<|end_of_turn|>"]
     chat = template(source)
     assert end in chat.stop_ids
-    ids, mask = chat.encode_with_mask([USER, {**REPLY, "content": "hello"}])
+    messages = [{"role": "system", "content": "Be kind."}, USER, {**REPLY, "content": "hello"}]
+    ids, mask = chat.encode_with_mask(messages[source is not NEEDS_SYSTEM :])
     assert [i for i, own in zip(ids, mask, strict=True) if own][-1] == end
 
 

@@ -75,6 +75,10 @@ def test_parser_extracts_calls_and_keeps_other_text(text: str, shown: str, calls
     assert parse_parts([text]) == (shown, calls)
 
 
+def test_line_between_two_calls_is_no_content() -> None:
+    assert parse_parts([*f"{CALL}\n{QUOTED}\n"])[0] == parse_parts([f"{CALL}\n{QUOTED}\n"])[0] == ""
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", '{"name": 3}', '{"name": ""}', "1"])
 def test_parse_tool_call_rejects_other_json(text: str) -> None:
     assert parse_tool_call(text) is None

@@ -90,8 +90,11 @@ class ToolCallParser:
         shown, calls = self._read_thought(is_end), list[ParsedToolCall]()
         self._n_tried = 0
         while self._part in ("answer", "after call"):
-            if self._part == "after call" and (rest := self._buffer.lstrip("\n")):
-                self._buffer, self._part = rest, "answer"
+            if self._part == "after call":
+                self._buffer = self._buffer.lstrip("\n")
+                if not self._buffer:
+                    break
+                self._part = "answer"
             if (at := self._buffer.find(OPEN_TAG)) < 0:
                 return shown + self._take_before(OPEN_TAG, is_end), calls
             found = _read_block(self._buffer, at + len(OPEN_TAG), is_end)
