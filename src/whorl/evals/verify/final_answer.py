@@ -46,7 +46,7 @@ _CONCLUSION = re.compile(
 )
 _MARK = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
 _NUMBER_ONLY = re.compile(  # a comma is followed by groups of three digits
-    r"[-+\u2212]?\s?[$€£]?\s?[-+\u2212]?(?:(?:\d{1,3}(?:,\d{3}){1,100}|\d{1,400})(?:[./]\d{1,400})?|\.\d{1,400})\s?%?\.?"
+    r"[-+\u2212]?\s?[$€£]?\s?[-+\u2212]?(?:(?:[1-9]\d{0,2}(?:,\d{3}){1,100}|\d{1,400})(?:[./]\d{1,400})?|\.\d{1,400})\s?%?\.?"
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?])[*_\"')\]]{0,4}\s+(?=\S)")
 _REASON = re.compile(
@@ -231,7 +231,8 @@ def _normalize(text: str) -> str:
             return str(Fraction(re.sub(r"[$€£+]", "", value))) + ("%" if text.endswith("%") else "")
         except (ValueError, ZeroDivisionError):
             pass
-    return " ".join(re.sub(r"[,;](?=\s)", " ", text).casefold().split())
+    text = re.sub(r"(?<=[(\[{])\s+|\s+(?=[)\]}])", "", re.sub(r"\s*[,;]\s*", " ", text))
+    return " ".join(text.casefold().split())
 
 
 def _unique(readings: Iterator[str] | list[str] | tuple[str, ...]) -> tuple[str, ...]:
