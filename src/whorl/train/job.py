@@ -167,10 +167,19 @@ def read_job(folder: Path) -> dict[str, Any]:
     """
     path = folder / "job.json"
     fields: dict[str, Any] = json.loads(path.read_text())
-    for name in (fields.get("objective", ""), fields["optim"]["optimizer"]):
+    check_code_of_job(fields.get("objective", ""), fields["optim"]["optimizer"], path)
+    return fields
+
+
+def check_code_of_job(objective: str, optimizer: str, path: Path) -> None:
+    """Check that a file with a job, which another may have made, names no code that is not permitted.
+
+    Raises:
+        ConfigError: it does.
+    """
+    for name in (objective, optimizer):
         if ":" in name:
             check_permitted(name, str(path))
-    return fields
 
 
 @dataclass(frozen=True)

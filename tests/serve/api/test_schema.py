@@ -8,6 +8,8 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
+import whorl
+
 REPRODUCIBLE = settings(deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 PER_MODE = settings(REPRODUCIBLE, max_examples=8, suppress_health_check=list(HealthCheck))
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"]
@@ -27,6 +29,7 @@ def described(server: Any) -> dict[str, Any]:
 
 def test_schema_states_content_types_and_limits(server: Any) -> None:
     found = server.get("/openapi.json").json()
+    assert found["info"]["version"] == whorl.__version__
     content = found["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
     assert list(content) == [server.get("/metrics").headers["content-type"].partition(";")[0]]
     schemas = found["components"]["schemas"]

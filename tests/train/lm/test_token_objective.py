@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from tests.support.train.pretraining import assert_close, assert_resume_is_exact
 from tests.support.train.tiny import Notes, job
 
 from whorl.errors import ConfigError
+from whorl.plan.training_plan import TrainingPlan
+from whorl.recipes.steps.tokens import read_plan
 from whorl.registry import PERMITTED
 from whorl.train.job import job_of_program, read_job
 
@@ -66,7 +69,13 @@ def test_own_objective_of_python_and_of_a_folder(
         (tmp_path / "job.json").write_text(wanted.model_dump_json())
         with pytest.raises(ConfigError, match=r"job.json names the code 'tests\."):
             read_job(tmp_path)
+        plan = TrainingPlan(job=wanted, budget="1m", expected={}, arithmetic=[], candidates=[])
+        (tmp_path / "plan.json").write_text(plan.model_dump_json())
+        context: Any = SimpleNamespace(parents={"plan": SimpleNamespace(file=tmp_path.joinpath)})
+        with pytest.raises(ConfigError, match=r"plan.json names the code 'tests\."):
+            read_plan(context)
         job_of_program(wanted.model_dump())
+        assert read_plan(context) == plan
         assert read_job(tmp_path)["tokens"] == str(tokens)
     with pytest.raises(ConfigError, match="objective is 'nextoken'"):
         job_of_program(wanted.model_dump() | {"objective": "nextoken"})

@@ -38,10 +38,14 @@ class TokenizerConfig(BaseModel):
 
 
 def read_plan(ctx: StepContext) -> TrainingPlan:
-    """Return the plan that the parent `plan` made."""
+    """Return the plan that the parent `plan` made. Raises ConfigError: it names code that is not permitted."""
     from whorl.plan.training_plan import TrainingPlan
+    from whorl.train.job import check_code_of_job
 
-    return TrainingPlan.model_validate_json(ctx.parents["plan"].file("plan.json").read_bytes())
+    path = ctx.parents["plan"].file("plan.json")
+    plan = TrainingPlan.model_validate_json(path.read_bytes())
+    check_code_of_job(plan.job.objective, plan.job.optim.optimizer, path)
+    return plan
 
 
 @step("tokenizer", config=TokenizerConfig, parents={**CORPUS_PARENTS, "plan?": "plan"}, version=2)
