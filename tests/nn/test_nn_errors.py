@@ -22,7 +22,7 @@ from whorl.nn.experts import MixtureOfExperts, MoERouter
 from whorl.nn.mamba import Mamba
 from whorl.nn.mlp import MLP
 from whorl.nn.norm import BatchNorm, GroupNorm
-from whorl.nn.patches import PatchEmbedding, from_patches, to_patches
+from whorl.nn.patches import PatchEmbedding, to_patches
 from whorl.nn.positions.absolute import LearnedPositions, SinusoidalPositions, alibi_slopes
 from whorl.nn.positions.rotary import RopeScaling, Rotary, rotary_frequencies, to_half_split
 from whorl.nn.quantized_linear import QuantizedLinear
@@ -99,7 +99,6 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("mode is 'cubic'", lambda: ResizeConv(4, 6, mode="cubic")),
     ("patch is 3 and the image 8 x 6", lambda: to_patches(torch.zeros(1, 1, 8, 6), 3)),
     (r"images are \[8, 6\]", lambda: to_patches(torch.zeros(8, 6), 2)),
-    (r"patches are \[1, 5, 4\]", lambda: from_patches(torch.zeros(1, 5, 4), 2, 4, 4)),
     ("2 channels", lambda: PatchEmbedding(1, 2, 8)(torch.zeros(1, 2, 4, 4))),
     # Masks and backends.
     ("window is 0", lambda: Mask(window=0)),

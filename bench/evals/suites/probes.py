@@ -8,7 +8,7 @@ A model sees tokens in proportion to its parameters, about 1.2 for each. Suites 
 sizes are not separated: see LOG.md. Learning rates are equal; each core trains one model at a time.
 A probe separates the sizes if the mean scores over seeds are in the order of the sizes, and the 95 % intervals (Student's t
 over seeds) of neighbors do not overlap.
-Models that repeat symbols (`whorl.evals.probes.repeaters`) must win no probe: none is above chance, and none above the
+Models that repeat symbols (`bench.evals.suites._repeaters`) must win no probe: none is above chance, and none above the
 smallest model.
 """
 
@@ -26,13 +26,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from _run import claim, parse, smoke
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from bench._run import claim, parse, smoke
+from bench.evals.suites._repeaters import REPEATERS, RepeatingModel
 
 import whorl
 from whorl.evals.model.engine_backend import EngineBackend
 from whorl.evals.probes.lines import PROBES
-from whorl.evals.probes.repeaters import REPEATERS, RepeatingModel
 from whorl.evals.probes.suite import probe_tasks, training_lines
 from whorl.evals.runner import evaluate
 from whorl.evals.statistics.intervals import mean_interval

@@ -44,22 +44,6 @@ def to_patches(images: Tensor, patch: int) -> Tensor:
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
-def from_patches(patches: Tensor, patch: int, height: int, width: int) -> Tensor:
-    """Return images [B, C, height, width] of patches [B, N, C patch patch]: the inverse of `to_patches`.
-
-    Raises:
-        ConfigError: the patches do not fill an image of that size.
-    """
-    rows, columns = patch_grid(height, width, patch)
-    if patches.ndim != 3 or patches.shape[1] != rows * columns or patches.shape[2] % patch**2:
-        raise ConfigError(
-            f"patches are {list(patches.shape)}",
-            expected=f"[batch, {rows * columns}, channels x {patch**2}] for an image of {height} x {width}",
-        )
-    cut = patches.reshape(len(patches), rows, columns, -1, patch, patch)
-    return cut.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
-
-
 class PatchEmbedding(nn.Module):
     """Patch embedding: images [B, C, H, W] -> tokens [B, N, d].
 

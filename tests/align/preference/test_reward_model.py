@@ -127,15 +127,11 @@ def test_load_rejects_missing_and_wrong_files(tmp_path: Path) -> None:
         rewards.load_reward_model(tmp_path / "32")
 
 
-def test_best_indices_and_verdicts() -> None:
+def test_verdicts_are_of_the_scores() -> None:
     model, writer = RewardModel(decoder(), seed=2), scribe()
     answers = ["x", "yy", "zzz", "", "yy"]
     texts = [writer.prompt_completion("a>", one) for one in answers]
     scored = model.score_examples(texts)
-    best = [int(scored.argmax()), 0, int(scored[2:4].argmax())]
-    assert model.best_indices([texts, texts[:1], texts[2:4]]) == best
-    with pytest.raises(DataError, match="a group is empty"):
-        model.best_indices([texts, []])
     tasks = [VerifiableTask(id=str(n), prompt="a>") for n in range(5)]
     verdicts = rewards.score_completions(model, writer, tasks, answers)
     assert [v.reward for v in verdicts] == pytest.approx(torch.sigmoid(scored).tolist(), rel=1e-5)

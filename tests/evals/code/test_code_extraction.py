@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from whorl.align.data.bug_injection import BUG_KINDS, bug_preferences, inject_bug, split_pairs
-from whorl.errors import ConfigError, DataError
-from whorl.evals.code.functions import PythonFunction, extract_functions, python_files, split_of
-from whorl.evals.code.tasks import CodeTask, compile_tasks, doctest_tasks, filter_solvable
+from whorl.align.data.bug_injection import BUG_KINDS, bug_preferences, inject_bug
+from whorl.errors import ConfigError
+from whorl.evals.code.functions import PythonFunction, extract_functions
+from whorl.evals.code.tasks import CodeTask, doctest_tasks, filter_solvable
 from whorl.evals.verify.task import Verdict, VerifiableTask
 
 Sources = list[tuple[str, str]]  # name and text of each file
@@ -136,14 +136,6 @@ def test_extract_functions_order_depends_on_seed(real: Sources) -> None:
     assert [f.id for f in one] != [f.id for f in other] and {f.name for f in one} == {f.name for f in other}
 
 
-def test_split_of_is_stable() -> None:
-    sides = {f"file{i}.py": split_of(f"file{i}.py") for i in range(2000)}
-    assert abs(Counter(sides.values())["test"] / 2000 - 0.1) < 0.03
-    wider = {f for f in sides if split_of(f, 0.2) == "test"}
-    assert {f for f, s in sides.items() if s == "test"} < wider
-    assert split_of("a.py", 0.0) == "train" and split_of("a.py", 1.0) == "test"
-
-
 def test_doctest_tasks_include_needed_context() -> None:
     (mined,) = doctest_tasks([("made.py", MODULE.replace("@staticmethod\n", ""))])
     prompt = mined.task.prompt
@@ -180,20 +172,6 @@ def test_doctest_tasks_count_skipped_functions() -> None:
     assert (skipped["needs_too_much"], skipped["no_examples"]) == (2, 1)
 
 
-def test_compile_tasks_are_file_starts(real: Sources) -> None:
-    texts = {**dict(real), "made.py": MODULE}
-    mined = compile_tasks(texts.items(), prompt_bytes=4000)
-    assert mined and max(Counter(m.file for m in mined).values()) <= 2
-    for m in mined:
-        assert texts[m.file].startswith(m.task.prompt + m.solution)
-        assert len(m.task.prompt.encode()) <= 4000
-        ast.parse(m.task.prompt + m.solution)
-        with pytest.raises(SyntaxError):
-            ast.parse(m.task.prompt)  # an empty completion fails
-    inside = 'try:\n    def f():\n        """Something of old."""\n        return 1 + 2 + 3\nexcept E: pass'
-    assert compile_tasks([("t.py", inside)]) == []
-
-
 @pytest.mark.parametrize("kind", sorted(BUG_KINDS))
 def test_inject_bug_changes_one_place(found: list[PythonFunction], kind: str) -> None:
     made = [(f, b) for f in found if (b := inject_bug(f, kind)) is not None]
@@ -224,20 +202,5 @@ def test_bug_preferences_count_kinds(found: list[PythonFunction]) -> None:
     assert len(pairs) == sum(counts[k] for k in BUG_KINDS) and set(counts) >= set(BUG_KINDS)
     assert len({p.id for p in pairs}) == len(pairs)
     assert all(p.chosen != p.rejected and p.source == p.id.split(":")[0] for p in pairs)
-    assert [j.label for j in split_pairs(pairs)] == [True, False] * len(pairs)
     with pytest.raises(ConfigError, match="operator"):
         bug_preferences(found, kinds=["operators"])
-
-
-def test_python_files_of_folder(tmp_path: Path) -> None:
-    (tmp_path / "b.py").write_text("x = 1\n")
-    (tmp_path / "a.py").write_bytes(b"\xff\xfe = 2\n")
-    (tmp_path / "c.txt").write_text("no")
-    (tmp_path / "d.py").write_text("def (:\n")
-    skipped = Counter[str]()
-    files = list(python_files(str(tmp_path), skipped))
-    assert [f[0] for f in files] == ["b.py", "d.py"] and skipped == {"invalid_utf8": 1}
-    extract_functions(files, skipped=skipped)
-    assert skipped["does_not_parse"] == 1
-    with pytest.raises(DataError, match="unknown source"):
-        list(python_files(str(tmp_path / "none")))

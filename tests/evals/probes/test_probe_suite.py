@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
+from bench.evals.suites._repeaters import REPEATERS, RepeatingModel
 from tests.support.evals.backend import FakeBackend
 
 from whorl.errors import ConfigError
 from whorl.evals.model.requests import Request, Response, Score, ScoreRequest
 from whorl.evals.probes.lines import CHOICES, LEVELS, PROBES, ProbeLine
-from whorl.evals.probes.repeaters import REPEATERS, RepeatingModel
 from whorl.evals.probes.suite import draw_lines, probe_records, probe_tasks, training_lines
 from whorl.evals.runner import evaluate
 from whorl.evals.suites import SuiteInputs, load_suite

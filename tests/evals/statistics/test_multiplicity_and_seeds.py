@@ -61,8 +61,7 @@ def test_error_of_a_rerun_is_that_of_new_samples() -> None:
     means = np.array([r.mean for r in runs])
     assert np.mean([r.se_rerun for r in runs]) == pytest.approx(means.std(), rel=0.12)
     assert runs[0].se > 2 * runs[0].se_rerun  # samples of one item are no items
-    assert runs[0].se_with(200, 4) == runs[0].se < runs[0].se_one_sample
-    assert runs[0].se_with(800, 4) < runs[0].se_with(200, 64)
+    assert runs[0].se < runs[0].se_one_sample
 
 
 def test_components_refuse_bad_input() -> None:

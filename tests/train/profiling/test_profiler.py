@@ -26,7 +26,7 @@ from whorl.train.lm import objective as language
 from whorl.train.lm.build import build_model
 from whorl.train.profiling import trace
 from whorl.train.profiling.inductor import classify_kernel, part_of_traces
-from whorl.train.profiling.profiler import Profile, mfu_by_class, profile
+from whorl.train.profiling.profiler import Profile, profile
 from whorl.train.profiling.trace import ATTENTION, COPIES, MATMULS, POINTWISE, RANGE, REDUCTIONS, STEP
 
 
@@ -202,7 +202,6 @@ def test_profile_flops_match_model(tokens: Path, eager: Profile) -> None:
     # forward and backward are three forwards; the rest is orthogonalization
     muon = found - 3 * counter.get_total_flops()
     assert 0 < muon < found / 2
-    assert 0 < mfu_by_class(eager)[MATMULS] < 2
     assert 0 < eager.mfu < 1
 
 

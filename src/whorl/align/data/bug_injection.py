@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from whorl.align.data.formats import Preference, UnpairedPreference
+from whorl.align.data.formats import Preference
 from whorl.errors import ConfigError, one_of
 from whorl.evals.code.functions import PythonFunction, stable_hash
 from whorl.evals.verify.program_verifiers import parse_or_none
@@ -112,16 +112,6 @@ def bug_preferences(
                 found.append(Preference(function.header, function.body, rejected, function.file, name))
         counts["none"] += not made
     return found
-
-
-def split_pairs(pairs: Iterable[Preference]) -> list[UnpairedPreference]:
-    """Return both completions of every pair as labelled completions, the good one first."""
-    sides = ((p, p.chosen, True) for p in pairs), ((p, p.rejected, False) for p in pairs)
-    return [
-        UnpairedPreference(p.prompt, answer, good, p.source, f"{p.id}:{'good' if good else 'bad'}")
-        for both in zip(*sides, strict=True)
-        for p, answer, good in both
-    ]
 
 
 def _syntax(whole: str, tree: ast.AST, pieces: list[_BodyToken], begins: int) -> list[Edit]:

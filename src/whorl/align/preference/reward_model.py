@@ -104,17 +104,6 @@ class RewardModel(PolicyModel):
                 found[i + number] = self.rewards(self.to_device(own)).cpu()
         return found
 
-    def best_indices(self, groups: Sequence[Sequence[TokenizedExample]]) -> list[int]:
-        """Return the index of the highest reward in each group of texts; the first among equals.
-
-        Raises:
-            DataError: a group is empty.
-        """
-        if not all(groups):
-            raise DataError("a group is empty", expected="at least one text")
-        scored = self.score_examples([text for group in groups for text in group])
-        return [int(part.argmax()) for part in torch.split(scored, [len(group) for group in groups])]
-
 
 def append_read_token(example: TokenizedExample) -> TokenizedExample:
     """Return the text with one extra id as its only target, at the position of its last id."""

@@ -9,9 +9,8 @@ header + body is, character for character, a function that parses. The functions
 as verifier (`tasks.py`), and preference pairs (`align/data/bug_injection.py`).
 
 The subtle point is which functions to use. Libraries copy each other's code, so a function whose name and syntax tree
-of the body occurred before is skipped. A hash of the file's path selects train or test. So no file is in both splits,
-and a file keeps its split when others change. Which copy stays, and the order of the result, are hashes of the seed:
-the first n functions are a random sample.
+of the body occurred before is skipped. Which copy stays, and the order of the result, are hashes of the seed: the first
+n functions are a random sample.
 """
 
 from __future__ import annotations
@@ -23,15 +22,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
 
-from whorl.corpus.config import IngestConfig
-from whorl.corpus.documents import Document
-from whorl.corpus.readers import read_documents
-from whorl.corpus.sources import list_files
 from whorl.evals.verify.program_verifiers import parse_or_none as parse_or_none
 
-SplitName = Literal["train", "test"]
 SourceText = tuple[str, str]  # (path, text)
 
 
@@ -57,30 +50,6 @@ class PythonFunction:
     @property
     def id(self) -> str:
         return f"{self.file}:{self.line}:{self.name}"
-
-
-def python_files(source: str = "python-stdlib", skipped: Counter[str] | None = None) -> Iterator[SourceText]:
-    """Yield Python files of a folder, or of the interpreter's standard library, in path order.
-
-    Args:
-        source: "python-stdlib", or a folder, file or glob.
-        skipped: counts, by reason, of files that are not text.
-
-    Raises:
-        DataError: no such source, or no Python in it.
-    """
-    files, _ = list_files(IngestConfig(sources=[source], include=["*.py"]))
-    for file in files:
-        for document in read_documents(file, text_field="text", max_bytes=1 << 20):
-            if isinstance(document, Document):
-                yield document.path, document.text
-            elif skipped is not None:
-                skipped[document.reason] += 1
-
-
-def split_of(file: str, test_fraction: float = 0.1) -> SplitName:
-    """Return the split of a file. It has no seed, so a held-out file stays held out."""
-    return "test" if stable_hash("side", file) < test_fraction * 2**64 else "train"
 
 
 def stable_hash(*names: str | int) -> int:

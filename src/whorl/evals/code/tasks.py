@@ -2,12 +2,11 @@
 
     body       signature and docstring of a function; correct if Python accepts them with the completion
     doctest    required imports and helpers, then signature and docstring, whose examples are the tests
-    compiles   the start of a file, cut after a function's signature; correct if Python accepts the result
 
 Each task has the original body as `solution`, so that the verifier can be tested. `filter_solvable` runs the solutions
 through the verifier and drops tasks that fail: examples that need a network, print a date or use foreign names cannot
 be detected in the source. It also drops tasks that pass with an empty completion. A docstring is a valid body, so a
-file cut after one is complete, and an empty answer would be rewarded.
+prompt that ends after one is complete, and an empty answer would be rewarded.
 
 The subtle point is context. A library's doctest runs inside its module; a task runs alone. So the module-level names
 that the function and its examples use are resolved. The statements that bind them are included, recursively, in file
@@ -112,54 +111,6 @@ def body_tasks(functions: Iterable[PythonFunction]) -> list[CodeTask]:
     ]
 
 
-def compile_tasks(
-    files: Iterable[SourceText],
-    *,
-    seed: int = 0,
-    prompt_bytes: int = 2000,
-    body_bytes: tuple[int, int] = (20, 400),
-    per_file: int = 2,
-    skipped: Counter[str] | None = None,
-) -> list[CodeTask]:
-    """Return starts of files, each cut after the signature of a documented function or method.
-
-    The completion writes docstring and body.
-
-    Args:
-        files: (path, text) pairs.
-        prompt_bytes: largest prompt. body_bytes: least and largest size of the body without its docstring.
-        per_file: maximum number per file.
-        skipped: counts of skipped functions by reason.
-    """
-    skipped = Counter() if skipped is None else skipped
-    texts = dict(files)
-    taken = Counter[str]()
-    found: dict[str, CodeTask] = {}
-    for function in extract_functions(
-        texts.items(), seed=seed, min_docstring=1, body_bytes=body_bytes, skipped=skipped
-    ):
-        lines = source_lines(texts[function.file])
-        first, n_signature = function.line - 1, _signature_lines(function)
-        cut, end = first + n_signature, first + (function.header + function.body).count("\n")
-        prompt = "".join(line + "\n" for line in lines[:cut])
-        solution = "".join(line + "\n" for line in lines[cut:end])
-        if len(prompt.encode()) > prompt_bytes:
-            skipped["long_prompt"] += 1
-        elif taken[function.file] == per_file:
-            skipped["enough_of_this_file"] += 1
-        elif parse_or_none(prompt + solution) is None:  # such as inside a `try` whose end comes later
-            skipped["does_not_end_here"] += 1
-        elif prompt in found:
-            skipped["copy"] += 1
-        else:
-            taken[function.file] += 1
-            task = VerifiableTask(
-                f"compiles:{function.id}", prompt, verifier="compiles", difficulty=float(len(solution))
-            )
-            found[prompt] = CodeTask(task, solution, function.file)
-    return list(found.values())
-
-
 def filter_solvable(
     candidates: Sequence[CodeTask], verify: TaskVerifier
 ) -> tuple[list[CodeTask], Counter[str]]:
@@ -180,13 +131,6 @@ def filter_solvable(
         else:
             kept.append(candidate)
     return kept, dropped
-
-
-def _signature_lines(function: PythonFunction) -> int:
-    """Return the number of header lines before the docstring."""
-    tree = parse_or_none(function.header)
-    assert tree is not None and isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef)
-    return tree.body[0].body[0].lineno - 1
 
 
 def _examples(docstring: str) -> list[doctest.Example]:

@@ -75,11 +75,6 @@ class PairedDifference:
     a_wins: int
     b_wins: int
 
-    @property
-    def variance_reduction(self) -> float:
-        """Fraction of the unpaired variance that pairing removes; negative for negative correlation."""
-        return 1 - (self.se / self.unpaired_se) ** 2 if 0 < self.unpaired_se < inf else 0.0
-
 
 @dataclass(frozen=True)
 class Comparison:

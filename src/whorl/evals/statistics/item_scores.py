@@ -1,13 +1,12 @@
 """Scores of one metric from item results; missing items stay countable.
 
-An item without a value of the metric (outcome "missing" or "error") is never a zero. It is left out of the mean, and
-two bounds give the mean with all such items scored worst and with all scored best.
+An item without a value of the metric (outcome "missing" or "error") is NaN and never a zero.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 
 from whorl.errors import DataError, one_of, shorten
 from whorl.evals.results import ItemResult
-from whorl.evals.statistics.intervals import Interval, mean_interval
 
 
 @dataclass(frozen=True)
@@ -32,26 +30,6 @@ class Scores:
     values: NDArray[np.float64]
     clusters: tuple[str, ...]
     groups: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class TaskScore:
-    """A task's score under one model.
-
-    Attributes:
-        interval: over items with a value; None if there are none.
-        missing: items without a value.
-        lowest, highest: the mean with all of them scored worst, or best.
-        outcomes: number of items for each outcome.
-    """
-
-    metric: str
-    interval: Interval | None
-    n: int
-    missing: int
-    lowest: float
-    highest: float
-    outcomes: Mapping[str, int]
 
 
 def read_scores(results: Sequence[ItemResult], metric: str) -> Scores:
@@ -77,28 +55,3 @@ def read_scores(results: Sequence[ItemResult], metric: str) -> Scores:
                 expected="a finite number, or no value and the outcome 'error' or 'missing'",
             )
     return Scores(items, values, tuple(r.cluster for r in results), tuple(r.group for r in results))
-
-
-def task_score(
-    results: Sequence[ItemResult],
-    metric: str,
-    *,
-    level: float = 0.95,
-    worst: float = 0.0,
-    best: float = 1.0,
-) -> TaskScore:
-    """Return the mean of a metric with its interval and its bounds for missing items.
-
-    worst, best: the range of the metric.
-
-    Raises:
-        DataError: as `read_scores`.
-    """
-    scores = read_scores(results, metric)
-    has = np.isfinite(scores.values)
-    missing = int((~has).sum())
-    found = [c for c, ok in zip(scores.clusters, has, strict=True) if ok]
-    interval = mean_interval(scores.values[has], found, level=level) if has.any() else None
-    lowest, highest = (float(np.where(has, scores.values, x).mean()) for x in (worst, best))
-    outcomes = dict(Counter(str(r.outcome) for r in results))
-    return TaskScore(metric, interval, len(results), missing, lowest, highest, outcomes)

@@ -57,10 +57,6 @@ class VarianceComponents:
     def se_one_sample(self) -> float:
         return sqrt((self.between + self.within) / self.items + self.seed)
 
-    def se_with(self, items: int, seeds: int) -> float:
-        """Return the standard error for new items and samples of a run with other numbers of them."""
-        return sqrt(self.between / items + self.within / (items * seeds) + self.seed / seeds)
-
 
 def variance_components(scores: ArrayLike) -> VarianceComponents:
     """Return the variance components of scores [items, seeds].

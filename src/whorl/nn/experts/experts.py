@@ -15,7 +15,7 @@ each expert's tokens are one contiguous slice without padding. `apply_experts_re
 
 The subtle part: each expert has separate matrices, not one stacked [E, ...] parameter. Products are per expert anyway, and
 `train/learner/update.py` selects optimizers by parameter name. `experts.up.3` can have a separate learning rate, be
-frozen, or use Muon, which takes matrices. `stacked` and `load_stacked` convert to and from the stacked layout.
+frozen, or use Muon, which takes matrices. `stacked` converts to the stacked layout.
 
 Shapes: x [N, d]; up_e [W, d] with W = 2 hidden if gated (gate first) else hidden; down_e [d, hidden]; A assignments.
 """
@@ -264,17 +264,3 @@ class Experts(nn.Module):
     def stacked(self) -> tuple[Tensor, Tensor]:
         """Return copies: up [E, W, d], down [E, d, hidden]."""
         return torch.stack([p.detach() for p in self.up]), torch.stack([p.detach() for p in self.down])
-
-    @torch.no_grad()
-    def load_stacked(self, up: Tensor, down: Tensor) -> None:
-        """Copy stacked matrices into the experts: the inverse of `stacked`.
-
-        Raises:
-            ConfigError: another shape.
-        """
-        for name, own, given in (("up", self.up, up), ("down", self.down, down)):
-            want = (len(own), *own[0].shape)
-            if tuple(given.shape) != want:
-                raise ConfigError(f"stacked {name} has shape {tuple(given.shape)}", expected=f"{want}")
-            for parameter, value in zip(own, given, strict=True):
-                parameter.copy_(value)

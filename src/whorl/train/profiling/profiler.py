@@ -45,7 +45,7 @@ from whorl.train.optim.lr_schedule import lr_scale as schedule_factor
 from whorl.train.profiling.inductor import KernelInstrumentation
 from whorl.train.profiling.native_passes import instrumented_passes
 from whorl.train.profiling.step_timer import BATCHES, random_batch
-from whorl.train.profiling.trace import ATTENTION, MATMULS, PARTS, RANGE, STEP, UNNAMED, OpCost, read_trace
+from whorl.train.profiling.trace import PARTS, RANGE, STEP, UNNAMED, OpCost, read_trace
 
 WARMUP_STEPS = 3
 
@@ -363,13 +363,3 @@ def _module_parts(model: LanguageModel) -> Iterable[tuple[nn.Module, str]]:
                 yield child, "attention"
             elif name == "mlp":
                 yield child, "MLP, experts"
-
-
-def mfu_by_class(result: Profile) -> dict[str, float]:
-    """The fraction of peak FLOP/s that matrix products and attention reach while they run."""
-    peak = result.peak_flops[result.dtype]
-    return {
-        kind: result.classes[kind].flops / result.classes[kind].seconds / peak
-        for kind in (MATMULS, ATTENTION)
-        if kind in result.classes and result.classes[kind].seconds
-    }
