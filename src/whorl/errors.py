@@ -122,6 +122,20 @@ def one_of(value: str, allowed: Sequence[str]) -> str:
     return f"one of: {listing}" + (f" (did you mean {near[0]!r}?)" if near else "")
 
 
+def fields_at(model: Any, place: Sequence[int | str]) -> Mapping[str, Any]:
+    """Return the fields of the table at a place of a model of pydantic; empty if it is no table of settings."""
+    for part in place:
+        if isinstance(part, int):  # of a list
+            continue
+        annotation = getattr(model.model_fields.get(part), "annotation", None)
+        model = next(
+            (o for o in (annotation, *typing.get_args(annotation)) if hasattr(o, "model_fields")), None
+        )
+        if model is None:
+            return {}
+    return dict(model.model_fields)
+
+
 def example_setting(model: Any, error: Mapping[str, Any]) -> str:
     """Return a list or table, as TOML, that a setting accepts; "" for a single value, or one that the model refuses.
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from whorl.agents.config import parse_config
-from whorl.errors import ConfigError, example_setting
+from whorl.errors import ConfigError, example_setting, fields_at
 from whorl.evals.tasks.config import parse_task
 from whorl.recipes import load_recipe
 from whorl.recipes.registry import step_kinds
@@ -46,6 +46,17 @@ def test_single_values_and_contradictions_have_none() -> None:
             load_recipe("quickstart", sets=[setting])
         assert "write a" not in str(caught.value)
     assert not example_setting(step_kinds()["ingest"].config, {"loc": ("sources",), "type": "value_error"})
+
+
+def test_fields_of_a_table_in_a_list() -> None:
+    class Item(BaseModel):
+        size: int
+
+    class Whole(BaseModel):
+        items: list[Item]
+
+    assert list(fields_at(Whole, ("items", 0))) == ["size"]
+    assert fields_at(Whole, ("items", 0, "size")) == fields_at(Whole, ("nothing",)) == {}
 
 
 def all_fields(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from whorl.errors import ConfigError, example_setting, one_of, without_credentials
+from whorl.errors import ConfigError, example_setting, fields_at, one_of, without_credentials
 
 
 def validated_config(
@@ -58,7 +58,7 @@ def _explained(
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":
-        allowed = [*_fields_at(config, path[:-1]), *(("uses", "parents") if len(path) == 1 else ())]
+        allowed = [*fields_at(config, first["loc"][:-1]), *(("uses", "parents") if len(path) == 1 else ())]
         return ConfigError(
             f"{location(*path)}: the step {step} has no setting {path[-1]!r}",
             expected=one_of(path[-1], allowed) if allowed else "",
@@ -84,18 +84,6 @@ def _explained(
         expected=expected + (f" ({about})" if about else ""),
         do=f"write a {kind}: --set '{whole}={example}'" if example else "",
     )
-
-
-def _fields_at(config: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Return the settings of the table at `path` of a configuration; empty if it is no table of fixed settings."""
-    found: Any = config
-    for part in path:
-        field = found.model_fields.get(part)
-        options = (field.annotation, *typing.get_args(field.annotation)) if field is not None else ()
-        found = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
-        if found is None:
-            return []
-    return list(found.model_fields)
 
 
 def _leaves(values: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

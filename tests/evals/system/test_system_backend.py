@@ -160,7 +160,7 @@ def test_system_over_an_endpoint_opens_by_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('name = "s"', "model: Field required"),
+        ('name = "s"', "model is missing"),
         ('name = "s"\nmodel = "m"\n[guard]\npatterns = ["("]', "no regular expression"),
         ('name = "s"\nmodel = "m"\n[retrieval]\ndocuments = "d"\ntemplate = "{{ question }}"', "documents"),
         ('name = "s"\nmodel = "m"\n[tools]\nnames = ["shell"]', "tools.names"),

@@ -28,8 +28,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from whorl.errors import ConfigError
-from whorl.evals.tasks.config import Paths, read_toml
+from whorl.evals.tasks.config import Paths, read_toml, settings_error
 from whorl.evals.tasks.template import Template
 
 PROMPT = "These documents may help:\n\n{{ documents }}\n\n{{ question }}"
@@ -120,9 +119,7 @@ def read_system(path: Path) -> SystemConfig:
     try:
         config = SystemConfig.model_validate(read_toml(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {where}: {first['msg']}", do="correct the file of the system") from error
+        raise settings_error(error, str(path), SystemConfig, "correct the file of the system") from error
     changes: dict[str, object] = {}
     if (path.parent / config.model).is_dir():
         changes["model"] = str((path.parent / config.model).absolute())

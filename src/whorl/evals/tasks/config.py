@@ -25,14 +25,12 @@ and `item.id`, `item.gold`, `item.choices`, `item.letters` and `item.fields`.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
 
-from whorl.errors import ConfigError, example_setting, one_of
+from whorl.errors import ConfigError, example_setting, fields_at, one_of
 
 
 def _listed(value: Any) -> Any:
@@ -129,7 +127,7 @@ def settings_error(
     first = error.errors()[0]
     *place, last = first["loc"] or ("",)
     name = ".".join(str(part) for part in first["loc"])
-    fields = _fields_at(model, place)
+    fields = fields_at(model, place)
     if first["type"] == "extra_forbidden":
         return ConfigError(f"{where}: {name} is no setting", expected=one_of(str(last), list(fields)), do=do)
     field = fields.get(str(last))
@@ -139,22 +137,6 @@ def settings_error(
     example = example_setting(model, first)
     more = f", such as {example}" if example else ""
     return ConfigError(f"{where}: {name} is wrong: {first['msg']}{more}", expected=expected, do=do)
-
-
-def _fields_at(model: type[BaseModel], place: Sequence[int | str]) -> Mapping[str, FieldInfo]:
-    """Return the fields of the table at a place of a configuration; empty if it is no table of settings."""
-    for part in place:
-        if isinstance(part, int):
-            continue
-        field = model.model_fields.get(part)
-        annotation = field.annotation if field is not None else None
-        inner = [
-            t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel)
-        ]
-        if not inner:
-            return {}
-        model = inner[0]
-    return model.model_fields
 
 
 def read_toml(path: Path) -> dict[str, Any]:
