@@ -168,6 +168,29 @@ def test_ray_manifest_fits_this_machine(tmp_path: Path, monkeypatch: pytest.Monk
     assert manifest("small", "--host", "0.0.0.0") == 2  # as `whorl serve`, it needs keys or --no-auth
 
 
+@pytest.mark.parametrize("kind", ["kubernetes", "ray"])
+def test_permitted_code_reaches_the_servers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHORL_CODE", "")  # the command sets it in this process
+    words = ["--code", "mine:length", "serve", "m", "--manifest", kind, "--max-model-len", "99"]
+    monkeypatch.setattr("sys.argv", ["whorl", *words])
+    found = list(yaml.safe_load_all(CliRunner().invoke(build_app(), words).stdout))
+    if kind == "kubernetes":
+        server = next(
+            d for d in found if d["metadata"]["name"] == "whorl-replica" and d["kind"] == "Deployment"
+        )
+        [container] = pod_spec(server["spec"])["containers"]
+        arguments, code = (
+            container["command"],
+            {e["name"]: e["value"] for e in container["env"]}["WHORL_CODE"],
+        )
+    else:
+        [application] = found[0]["applications"]
+        arguments, [replica] = command(application["args"])[3:], application["deployments"]
+        code = replica["ray_actor_options"]["runtime_env"]["env_vars"]["WHORL_CODE"]
+    assert code == "mine:length" and "--code" not in arguments and "mine:length" not in arguments
+    assert option(arguments, "--max-model-len") == "99"
+
+
 # DNS discovery
 
 

@@ -11,6 +11,7 @@ The time of an answer is bounded by the caller, with one `asyncio.timeout` aroun
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
@@ -25,6 +26,7 @@ MAX_MESSAGE_BYTES = 1 << 16  # of an error, or of a /health
 VALUES_FACTOR = 20  # times the bounds of a request: log-probabilities of a long text are many objects
 FEW_BYTES = 1 << 16  # of JSON whose values are not counted
 PLAIN = {"accept-encoding": "identity"}  # header of each request
+_TAG = re.compile(r"<(?:style|script)\b.*?</(?:style|script)>|<[^>]*>", re.DOTALL)
 
 
 class BadAnswerError(ValueError):
@@ -71,6 +73,17 @@ async def read_message(answer: Any) -> str:
         if len(body) > MAX_MESSAGE_BYTES:
             break
     return body[:MAX_MESSAGE_BYTES].decode(errors="replace")
+
+
+def error_message(text: str) -> str:
+    """Return the message of an error of the API in one line; of another text, such as a page of HTML, its first words."""
+    try:
+        content = parse_answer(text.encode())
+        error = content.get("error") or content.get("detail") or content
+    except (ValueError, AttributeError):
+        return shorten(" ".join(_TAG.sub(" ", text).split()))
+    message = error["message"] if isinstance(error, dict) and "message" in error else error
+    return " ".join(str(message).split())
 
 
 def _is_compressed(answer: Any) -> bool:

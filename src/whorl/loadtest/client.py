@@ -16,7 +16,6 @@ Tests run this in an event loop with a virtual clock against an in-memory transp
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 
 from whorl.errors import ConfigError, DataError, shorten
-from whorl.http.answers import SSEParser, parse_answer, read_answer, read_message, read_pieces
+from whorl.http.answers import SSEParser, error_message, parse_answer, read_answer, read_message, read_pieces
 from whorl.loadtest.workload import Prompt, PromptPool, ScheduledRequest
 
 MAX_TOKENS = 1 << 32  # that a server may report of one request
@@ -179,7 +178,7 @@ async def _send(
             async with client.stream("POST", target.path, content=body, headers=headers) as answer:
                 if answer.status_code != 200:
                     raise _RequestError(
-                        f"http {answer.status_code}", _error_message(await read_message(answer))
+                        f"http {answer.status_code}", shorten(error_message(await read_message(answer)))
                     )
                 await _read(record, answer, now)
     except _RequestError as failure:
@@ -212,7 +211,7 @@ async def _read(record: RequestRecord, answer: httpx.Response, now: Callable[[],
             if not isinstance(entry, dict):
                 raise ValueError(f"an event is not a JSON object: {data[:80]!r}")
             if entry.get("error"):
-                raise _RequestError("error event", _error_message(data.decode()))
+                raise _RequestError("error event", shorten(error_message(data.decode())))
             for choice in entry.get("choices") or ():
                 if _has_output(choice):
                     record.arrivals.append(moment)
@@ -242,14 +241,6 @@ def _has_output(choice: dict[str, Any]) -> bool:
     return bool(
         choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
     )
-
-
-def _error_message(text: str) -> str:
-    """Return the message of an error body in one line."""
-    with contextlib.suppress(ValueError, AttributeError):
-        error = parse_answer(text.encode()).get("error")
-        text = str(error["message"] if isinstance(error, dict) and "message" in error else error or text)
-    return " ".join(text.split())[:200]
 
 
 async def first_model(client: httpx.AsyncClient) -> str:
@@ -283,7 +274,7 @@ async def tokenize_pool(client: httpx.AsyncClient, model: str, text: str) -> Pro
 async def _check_status(answer: httpx.Response) -> None:
     """Raise DataError if the status is not 200."""
     if answer.status_code != 200:
-        message = f"{answer.status_code}, {_error_message(await read_message(answer))}"
+        message = f"{answer.status_code}, {shorten(error_message(await read_message(answer)))}"
         raise DataError(f"{answer.request.url} answered {message}", expected="200")
 
 

@@ -21,6 +21,7 @@ Tests validate every field against the schemas of both.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, one_of
 from whorl.http.hosts import is_loopback
+from whorl.registry import PERMITTED
 from whorl.router.replica_processes import drop_options
 
 KINDS = ("kubernetes", "ray")
@@ -66,6 +68,7 @@ class DeploymentSpec(BaseModel):
     )
     max_num_seqs: int = Field(default=32, ge=1, description="concurrent requests per replica")
     drain_seconds: int = Field(default=60, ge=1)
+    code: str = Field(default="", description="code that data may name, as in WHORL_CODE")
     start_seconds: int = Field(default=600, ge=10, description="time for loading the model")
 
 
@@ -93,13 +96,17 @@ def render_manifest(kind: str, spec: DeploymentSpec) -> str:
 def manifest_for_command(
     kind: str, spec: DeploymentSpec, arguments: Sequence[str], consumed_options: Sequence[str]
 ) -> str:
-    """Return the manifest for a command line (`serve MODEL ...`); options outside `consumed_options` go to the servers."""
-    rest = drop_options(arguments, consumed_options)
+    """Return the manifest for a command line (`serve MODEL ...`); options outside `consumed_options` go to the servers.
+
+    Code that this process permits (`whorl --code`) is in the environment of the servers.
+    """
+    rest = drop_options(arguments, ("--code", *consumed_options))
     for argument in ("serve", spec.model):
         if argument in rest:
             rest.remove(argument)
     without_auth = [argument for argument in rest if argument != "--no-auth"]
-    return render_manifest(kind, spec.model_copy(update={"arguments": tuple(without_auth)}))
+    changes = {"arguments": tuple(without_auth), "code": os.environ.get(PERMITTED, "")}
+    return render_manifest(kind, spec.model_copy(update=changes))
 
 
 def kubernetes_manifests(spec: DeploymentSpec) -> list[dict[str, Any]]:
@@ -116,7 +123,7 @@ def kubernetes_manifests(spec: DeploymentSpec) -> list[dict[str, Any]]:
     live, ready = _probe("/health/live", 10, 6), _probe("/health/ready", 2, 2)
     server = _container(spec, command, {"requests": sizes, "limits": sizes}, live, ready)
     server["startupProbe"] = _probe("/health/ready", 2, -(-spec.start_seconds // 2))
-    server["env"] = [{"name": "OMP_NUM_THREADS", "value": str(spec.cpus)}]
+    server["env"] = [{"name": name, "value": value} for name, value in _environment(spec).items()]
     small = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
     router = _container(spec, route, small, _probe("/health/live", 10, 6), _probe("/health", 2, 2))
     volumes: list[dict[str, Any]] = []
@@ -173,13 +180,18 @@ def ray_config(spec: DeploymentSpec) -> dict[str, Any]:
                             "num_cpus": spec.cpus,
                             "num_gpus": spec.gpus,
                             "memory": round(spec.memory_gib * 1024**3),
-                            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(spec.cpus)}},
+                            "runtime_env": {"env_vars": _environment(spec)},
                         },
                     }
                 ],
             }
         ],
     }
+
+
+def _environment(spec: DeploymentSpec) -> dict[str, str]:
+    """Return the variables of a server."""
+    return {"OMP_NUM_THREADS": str(spec.cpus), **({PERMITTED: spec.code} if spec.code else {})}
 
 
 def _max_replicas(spec: DeploymentSpec) -> int:

@@ -22,7 +22,6 @@ import importlib
 import math
 import os
 import random
-import re
 import threading
 import time
 import weakref
@@ -36,6 +35,7 @@ from whorl.http.answers import (
     BadAnswerError,
     SSEParser,
     TooLargeError,
+    error_message,
     no_cookies,
     parse_answer,
     read_answer,
@@ -52,7 +52,6 @@ KEY_STATUS = frozenset({401, 403})
 DEAD_AFTER = 20  # calls in a row
 MAX_WAIT = 60.0  # seconds
 MAX_EVENTS = 1 << 20  # of a stream
-_TAG = re.compile(r"<(?:style|script)\b.*?</(?:style|script)>|<[^>]*>", re.DOTALL)
 
 
 class Fault(Exception):
@@ -232,15 +231,12 @@ def _parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise Fault(f"the answer is no object: {shorten(body[:1000].decode(errors='replace'))!r}")
     if content.get("error"):
-        raise Fault(f"the endpoint reports: {_message(content)}")
+        raise Fault(f"the endpoint reports: {error_message(body.decode())}")
     return content
 
 
 def _status_fault(status: int, headers: Mapping[str, str], text: str, key_hint: str = "") -> Fault:
-    try:
-        message = _message(parse_answer(text.encode()))
-    except (ValueError, AttributeError):
-        message = shorten(" ".join(_TAG.sub(" ", text).split()))  # often a page of HTML
+    message = error_message(text)
     try:
         wait = float(headers.get("retry-after", ""))
     except ValueError:
@@ -254,11 +250,4 @@ def _status_fault(status: int, headers: Mapping[str, str], text: str, key_hint: 
         retry=retry,
         wait=wait if retry and wait >= 0 else None,
         of_request=of_request,
-    )
-
-
-def _message(content: dict[str, Any]) -> str:
-    error = content.get("error", content.get("detail", content))
-    return " ".join(
-        str(error["message"] if isinstance(error, dict) and "message" in error else error).split()
     )
