@@ -76,8 +76,9 @@ def _mark(match: re.Match[str]) -> str:
 def _move_lists_down(tree: Any) -> None:
     """Put lists near the root into more elements, unless they are mostly links."""
     for node in tree.body.query_selector_all(SHALLOW_LISTS):
-        linked = sum(len(link.text) for link in node.get_elements_by_tag_name("a"))
-        if linked > MAX_LINK_SHARE * len(node.text):
+        limit = MAX_LINK_SHARE * len(node.text)
+        linked = accumulate(len(link.text) for link in node.get_elements_by_tag_name("a"))
+        if any(n > limit for n in linked):
             continue
         outer = inner = tree.create_element("div")
         for _ in range(2):
