@@ -15,8 +15,8 @@ from torch.testing import assert_close
 
 from whorl.errors import ConfigError
 from whorl.nn.attention import HSTUAttention, LinearAttention, MultiHeadAttention, MultiHeadLatentAttention
-from whorl.nn.attention.multi_head import QKNorm
 from whorl.nn.mamba import Mamba
+from whorl.nn.norm import QKNorm
 from whorl.nn.positions.rotary import Rotary
 from whorl.nn.recurrent import GRU, LSTM, RNN
 

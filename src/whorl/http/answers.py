@@ -78,10 +78,14 @@ async def read_message(answer: Any) -> str:
 def error_message(text: str) -> str:
     """Return the message of an error of the API in one line; of another text, such as a page of HTML, its first words."""
     try:
-        content = parse_answer(text.encode())
-        error = content.get("error") or content.get("detail") or content
+        return message_of(parse_answer(text.encode()))
     except (ValueError, AttributeError):
         return shorten(" ".join(_TAG.sub(" ", text).split()))
+
+
+def message_of(content: dict[str, Any]) -> str:
+    """Return the message of an error's object, in one line."""
+    error = content.get("error") or content.get("detail") or content
     message = error["message"] if isinstance(error, dict) and "message" in error else error
     return " ".join(str(message).split())
 

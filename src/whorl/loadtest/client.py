@@ -211,7 +211,7 @@ async def _read(record: RequestRecord, answer: httpx.Response, now: Callable[[],
             if not isinstance(entry, dict):
                 raise ValueError(f"an event is not a JSON object: {data[:80]!r}")
             if entry.get("error"):
-                raise _RequestError("error event", shorten(error_message(data.decode())))
+                raise _RequestError("error event", shorten(error_message(data.decode(errors="replace"))))
             for choice in entry.get("choices") or ():
                 if _has_output(choice):
                     record.arrivals.append(moment)

@@ -312,12 +312,8 @@ def choose(
     peak = {kind: max(values) for kind, values in flops.items()}
     threads = threads or int(at)
     where = gpu if device == "cuda" else f"{threads} thread{'s' * (threads > 1)} of {cores}"
-    rates = {kind: value / 1e12 for kind, value in peak.items()}
-    seen = [
-        (DTYPE_ABBREVIATIONS[kind], f"{rates[kind]:{'.2f' if rates[kind] >= 0.1 else '.2g'}}")
-        for kind in reversed(DTYPES)
-        if kind in peak
-    ]
+    rates = [(kind, peak[kind] / 1e12) for kind in reversed(DTYPES) if kind in peak]
+    seen = [(DTYPE_ABBREVIATIONS[kind], f"{n:.2f}" if n >= 0.1 else f"{n:.2g}") for kind, n in rates]
     (first, speed), rest = seen[0], [f"{name} at {value}" for name, value in seen[1:]]
     note = f"{device}, {dtype}, {where}: {first} products ran at {speed} TFLOP/s and " + ", ".join(rest)
     note += f" (forced: {', '.join(forced)})" if forced else ""

@@ -18,13 +18,13 @@ from whorl.models.transformer_config import (
     TransformerConfig,
 )
 from whorl.nn.attention.mla import MultiHeadLatentAttention
-from whorl.nn.attention.multi_head import MultiHeadAttention, QKNorm
+from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.attention.paged import PagedState
 from whorl.nn.attention.state import KeyValues
 from whorl.nn.experts import MixtureOfExperts
 from whorl.nn.mixer import MixerState, PooledState
 from whorl.nn.mlp import MLP
-from whorl.nn.norm import LayerNorm, RMSNorm
+from whorl.nn.norm import LayerNorm, QKNorm, RMSNorm
 from whorl.nn.positions.rotary import Positions, RopeScaling, Rotary
 
 YARN_FACTOR = 4.0  # longest row as a multiple of the trained length

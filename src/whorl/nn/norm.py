@@ -16,6 +16,8 @@ The subtle part of `BatchNorm`: it normalizes by the biased variance (1 / n) and
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +54,14 @@ def layer_norm(
     y = deviation * torch.rsqrt(variance + eps)
     y = y if gain is None else y * gain
     return (y if bias is None else y + bias).to(x.dtype)
+
+
+class QKNorm(NamedTuple):
+    """Norm of queries and keys: over each head's features, or over all heads. offset: 1.0 for gains 1 + w, as in Gemma."""
+
+    eps: float
+    offset: float = 0.0
+    all_heads: bool = False
 
 
 class RMSNorm(nn.Module):

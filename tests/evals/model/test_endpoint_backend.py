@@ -81,6 +81,8 @@ def test_streams_of_both_routes_are_read(fake: FakeEndpoint) -> None:
 def test_page_as_error_is_shown_as_its_text() -> None:
     page = "<html><style>a {}</style>\n <h1>Not\n permitted</h1></html>"
     assert "status 401: Not permitted" in str(endpoint_client._status_fault(401, {}, page))
+    with pytest.raises(endpoint_client.Fault, match="reports: no room"):  # json.loads reads UTF-16, too
+        endpoint_client._parse_object('{"error": {"message": "no room"}}'.encode("utf-16"))
 
 
 def test_refused_key_states_its_variable(fake: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from whorl.http.answers import (
     SSEParser,
     TooLargeError,
     error_message,
+    message_of,
     no_cookies,
     parse_answer,
     read_answer,
@@ -231,7 +232,7 @@ def _parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise Fault(f"the answer is no object: {shorten(body[:1000].decode(errors='replace'))!r}")
     if content.get("error"):
-        raise Fault(f"the endpoint reports: {error_message(body.decode())}")
+        raise Fault(f"the endpoint reports: {message_of(content)}")
     return content
 
 

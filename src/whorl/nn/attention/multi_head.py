@@ -5,8 +5,7 @@ Differences from Vaswani et al. 2017 (arXiv:1706.03762, sec. 3.2.2), each an arg
 - n_kv_heads: fewer key heads than query heads; 1 is multi-query (Shazeer 2019, arXiv:1911.02150), other values are
   grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)
 - rotary, alibi: rotary positions (arXiv:2104.09864), or a bias by distance (arXiv:2108.12409)
-- qk_norm: RMS norm of queries and keys over head_dim, with gains (arXiv:2010.04245; as in Qwen 3, Gemma 3),
-  or over all heads together (OLMo 2, arXiv:2501.00656)
+- qk_norm: RMS norm of queries and keys over head_dim (arXiv:2010.04245), or over all heads (OLMo 2, arXiv:2501.00656)
 - scale="learned": one learned temperature per query head replaces 1/sqrt(head_dim) and the gains of qk_norm (ibid.,
   eq. 5, which has one for all heads). It bounds the scores at any learning rate
 - softcap, sink: changes of the scores (`nn/attention/backends.py`)
@@ -26,7 +25,7 @@ To share keys between layers, split the forward of the first layer and pass its 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,17 +49,9 @@ from whorl.nn.attention.state import KeyValues, KeyValueState
 from whorl.nn.linear import Linear
 from whorl.nn.mixer import KVCacheSpec, SharedCacheSpec
 from whorl.nn.native import attention as native
-from whorl.nn.norm import RMSNorm, rms_norm
+from whorl.nn.norm import QKNorm, RMSNorm, rms_norm
 from whorl.nn.positions.absolute import alibi_slopes
 from whorl.nn.positions.rotary import Positions, Rotary
-
-
-class QKNorm(NamedTuple):
-    """Norm of queries and keys: over each head's features, or over all heads. offset: 1.0 for gains 1 + w, as in Gemma."""
-
-    eps: float
-    offset: float = 0.0
-    all_heads: bool = False
 
 
 class MultiHeadAttention(nn.Module):
@@ -154,9 +145,8 @@ class MultiHeadAttention(nn.Module):
         self.v = linear(source, kv_width) if projections == "separate" else None
         self.out = Linear(width, d_model, std=0.0, bias=out_bias)
         gains = qk_norm is not None and not learned
-        self.eps, offset, self.norm_all_heads = (
-            qk_norm if isinstance(qk_norm, QKNorm) else QKNorm(qk_norm or 0.0)
-        )
+        norm = qk_norm if isinstance(qk_norm, QKNorm) else QKNorm(qk_norm or 0.0)
+        self.eps, offset, self.norm_all_heads = norm
         widths = (width, kv_width) if self.norm_all_heads else (head_dim, head_dim)
         self.q_norm = RMSNorm(widths[0], self.eps, offset) if gains else None
         self.k_norm = RMSNorm(widths[1], self.eps, offset) if gains and self.has_kv_proj else None
@@ -307,10 +297,8 @@ class MultiHeadAttention(nn.Module):
         k, v = self._keys_and_values(x, fused)
         if self.smear is not None:
             k = self.smear(k, segments, smear_state)
-        k, v = (
-            self._rotate(self._norm_heads(k, self.k_norm), positions, start).transpose(1, 2),
-            v.transpose(1, 2),
-        )
+        k = self._norm_heads(k, self.k_norm)
+        k, v = self._rotate(k, positions, start).transpose(1, 2), v.transpose(1, 2)
         if state is None:
             return KeyValues(k, v, segments, key_allowed)
         if isinstance(state, PagedState):
@@ -334,10 +322,8 @@ class MultiHeadAttention(nn.Module):
         """Return queries or keys x [B, T, heads, head_dim], normed. gain: of the queries, with a learned temperature."""
         if self.temperature is not None:  # applied in fp32, before the norm casts back
             return rms_norm(x, gain, self.eps)
-        if norm is None:
-            return x
-        normed: Tensor = norm(x.flatten(2)).view(x.shape) if self.norm_all_heads else norm(x)
-        return normed
+        given = x.flatten(2) if self.norm_all_heads else x
+        return x if norm is None else norm(given).view(x.shape)
 
     def cache_spec(self) -> KVCacheSpec | SharedCacheSpec:
         """Return the keys and values of a token. Blocks are counted from the row's start, so they keep all keys."""
@@ -401,9 +387,8 @@ class MultiHeadAttention(nn.Module):
             return state.context
         check_context(context, batch, self.context_dim)
         k, v = (made(context).view(batch, -1, self.n_kv_heads, self.head_dim) for made in (self.k, self.v))
-        keys = KeyValues(
-            self._norm_heads(k, self.k_norm).transpose(1, 2), v.transpose(1, 2), segments, allowed
-        )
+        k = self._norm_heads(k, self.k_norm)
+        keys = KeyValues(k.transpose(1, 2), v.transpose(1, 2), segments, allowed)
         if state is not None:
             state.context = keys
         return keys
