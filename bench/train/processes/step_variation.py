@@ -71,10 +71,10 @@ def main() -> None:
             help="three processes of the defaults only",
         )
 
-    a = parse(__doc__, arguments, smoke={"shape": "1x64/512/2x64", "processes": 2, "seconds": 0.02})
+    a = parse(__doc__, arguments, smoke={"shape": "1x64/512/2x64", "processes": 1, "seconds": 0.02})
     settings = {"defaults": SETTINGS["defaults"]} if a.quick else SETTINGS
     found: dict[str, list[dict[str, float]]] = {name: [] for name in settings}
-    dtype = "float32" if a.quick and emulates_bf16() else "bfloat16"
+    dtype = "float32" if (a.quick or smoke()) and emulates_bf16() else "bfloat16"
     for _ in range(3 if a.quick else a.processes):
         for name, variables in settings.items():
             how = "eager" if smoke() else "compiled"
