@@ -29,10 +29,19 @@ def test_limits_hold_or_are_listed() -> None:
     assert not errors, "\n".join(errors)
 
 
-def test_a_folder_of_thirteen_files_is_reported(tmp_path: Path) -> None:
-    files = {f"room/m{i}.py": "" for i in range(13)} | {"room/__init__.py": "", "full/__init__.py": ""}
-    files |= {f"full/n{i}.py": "" for i in range(12)}
-    assert tree(tmp_path, files) == [Violation("files_per_folder", "src/whorl/room", 13)]
+def test_full_and_thin_folders_are_reported(tmp_path: Path) -> None:
+    files = {f"room/m{i}.py": "" for i in range(16)} | {"room/__init__.py": "", "full/__init__.py": ""}
+    files |= {f"full/n{i}.py": "" for i in range(15)} | {f"full/four/n{i}.py": "" for i in range(4)}
+    files |= {f"full/thin/n{i}.py": "" for i in range(3)} | {"full/thin/__init__.py": ""}
+    thin = Violation("files_missing", "src/whorl/full/thin", 1)
+    assert tree(tmp_path, files) == [thin, Violation("files_per_folder", "src/whorl/room", 16)]
+
+
+def test_lines_of_rooms_beyond_their_budget(tmp_path: Path) -> None:
+    half = "\n" * 4_150
+    files = {"serve/a.py": half, "http/deep/b.py": half, "cli/c.py": "\n" * 3_801, "plan/d.py": "\n" * 9_999}
+    files |= {f"http/deep/b{i}.py": "" for i in range(3)}
+    assert tree(tmp_path, files) == [Violation("lines_over_budget", "cli", 1)]
 
 
 def test_imports_count_modules_once_and_lazy_ones(tmp_path: Path) -> None:
