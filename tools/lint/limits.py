@@ -1,9 +1,9 @@
 """Measure the package against its size limits, and maintain the list of exceptions.
 
 A folder of `src`, `tests`, `bench`, `studies` or `tools` has at most 15 Python files, and a folder within a room of the
-package at least 4. Some rooms have a budget of lines (`BUDGETS`). A file of the package imports at most 15 project modules, and a
-function has at most 10 parameters and 80 code lines. A public class has one name. There is no cycle of imports, neither at
-import time (`import_cycle`) nor with the imports inside functions (`deferred_cycle`).
+package at least 4. Some rooms have a budget of lines (`BUDGETS`). A file of the package imports at most 15 project
+modules, and a function has at most 10 parameters and 80 code lines. A public class has one name. There is no cycle of
+imports, neither at import time (`import_cycle`) nor with the imports inside functions (`deferred_cycle`).
 
 The syntax tree is read and the package is not imported, so the script runs without its dependencies.
 `limits_allowed.json` lists each exception with its value and its reason. `tests/house/test_limits.py` fails when a value
