@@ -62,7 +62,7 @@ def test_parameters_skip_self_verbs_and_kernels(tmp_path: Path) -> None:
         "nn/kernels/k.py": f"def kernel({eleven}): ...\n",
         "cli/artifacts/show.py": f"def show({eleven}): ...\ndef helper({eleven}): ...\n",
     }
-    found = {v.where.rpartition(":")[2]: v.value for v in tree(tmp_path, files)}
+    found = {v.where.rpartition(":")[2]: v.value for v in tree(tmp_path, files) if v.rule == "parameters"}
     assert found == {"A.g": 11, "A.h": 11, "k": 11, "helper": 11}
 
 
