@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from whorl.align.preference.pairs import PreferencePair, UnpairedExample
     from whorl.align.preference.reward_model import RewardModel, score_completions, train_reward_model
     from whorl.align.rl.config import RLConfig
-    from whorl.align.rl.environment import Reply, TextEnv, Turn
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.sft import fine_tune
@@ -38,7 +37,6 @@ _MODULES = {
     "preference.pairs": ("PreferencePair", "UnpairedExample"),
     "preference.reward_model": ("RewardModel", "score_completions", "train_reward_model"),
     "rl.config": ("RLConfig",),
-    "rl.environment": ("Reply", "TextEnv", "Turn"),
     "rl.rollout": ("RolloutWorker",),
     "rl.train": ("train_policy",),
     "stage.sft": ("fine_tune",),
@@ -52,13 +50,10 @@ __all__ = [
     "PreferenceConfig",
     "PreferencePair",
     "RLConfig",
-    "Reply",
     "RewardConfig",
     "RewardModel",
     "RolloutWorker",
     "SFTConfig",
-    "TextEnv",
-    "Turn",
     "UnpairedExample",
     "fine_tune",
     "frozen_reference",

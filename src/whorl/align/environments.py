@@ -10,11 +10,16 @@ max_turns = 3
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from whorl.errors import ConfigError
+from whorl.evals.episodes.config import EpisodeConfig
 from whorl.registry import Registry
+
+if TYPE_CHECKING:
+    from whorl.evals.episodes.environment import EnvServices, TextEnv
 
 ENVIRONMENTS = Registry(
     "environment",
@@ -27,29 +32,35 @@ ENVIRONMENTS = Registry(
 )
 
 
-class EnvironmentConfig(BaseModel):
-    """An environment (`align/rl/environment.py`) and the limits of its rollouts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class EnvironmentConfig(EpisodeConfig):
+    """An environment (`evals/episodes/environment.py`) and the limits of its rollouts."""
 
     name: Annotated[str, AfterValidator(ENVIRONMENTS.check)] = Field(
         description="name, or module:attribute of a TextEnv"
     )
-    max_turns: int = Field(
-        default=4, ge=1, description="replies of the policy; a longer rollout is truncated"
-    )
-    step_seconds: float = Field(
-        default=30.0, gt=0, description="time limit of one step of the environment, without verifiers"
-    )
-    reset_seconds: float = Field(
-        default=60.0, gt=0, description="time limit of the start of a rollout, without verifiers"
-    )
-    overlap: bool = Field(
-        default=False,
-        description="sample the next turn of a row while other rows still wait: faster with slow environments, but the "
-        "last bits then depend on the time of their answers",
-    )
     options: dict[str, Any] = Field(default={}, description="arguments of the environment")
+
+    def make(self, services: EnvServices) -> TextEnv:
+        """Return the environment of a rollout.
+
+        Raises:
+            ConfigError: the environment cannot be imported, is no TextEnv, or rejects its options.
+        """
+        from whorl.evals.episodes.environment import TextEnv
+
+        try:
+            env = ENVIRONMENTS.get(self.name)(services, **self.options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"environment {self.name!r} cannot be made: {error}",
+                expected="the arguments of its class", do="correct environment.options",
+            ) from error  # fmt: skip
+        if not isinstance(env, TextEnv):
+            raise ConfigError(
+                f"environment {self.name!r} is {type(env).__name__}",
+                expected="a subclass of whorl.evals.episodes.environment.TextEnv",
+            )
+        return env
 
 
 def _from_name(value: Any) -> Any:

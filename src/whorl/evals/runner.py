@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whorl.errors import ConfigError, one_of
-from whorl.evals.kinds.kind import MODEL, Answered, Steps
+from whorl.evals.kinds.kind import MODEL
 from whorl.evals.measures import group_measures, outcome_counts, task_measures
 from whorl.evals.model.requests import GenerateRequest, Missing, ModelBackend, Request, Response, Score
 from whorl.evals.results import TaskResult
@@ -112,7 +112,7 @@ def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
     requests = client.n_requests
     kind = task.kind
     kind.token_texts = getattr(backend, "token_texts", None)
-    results = kind.score(run_rounds(client, task))
+    results = kind.score(kind.answer(task.items, client.respond))
     cut = sum(1 for result in results if result.details.get("n_cut"))
     notes = []
     if cut:
@@ -131,31 +131,6 @@ def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
         seconds=time.perf_counter() - began, notes=(*notes, *kind.notes(results)),
         settings={role: each.address for role, each in others.items()},
     )  # fmt: skip
-
-
-def run_rounds(client: Client, task: EvalTask) -> list[Answered]:
-    """Return the responses to the requests of all items, in order; all items advance one round at a time."""
-    active: dict[int, Steps] = {n: task.kind.steps(item) for n, item in enumerate(task.items)}
-    inbox: dict[int, Sequence[Response] | None] = dict.fromkeys(active)
-    done: dict[int, Answered] = {}
-    number = 0
-    while active:
-        number += 1
-        rounds = {}
-        for n, steps in list(active.items()):
-            try:
-                rounds[n] = next(steps) if (received := inbox[n]) is None else steps.send(received)
-            except StopIteration as end:
-                done[n] = end.value
-                del active[n]
-        label = task.config.name if number == 1 else f"{task.config.name}, round {number}"
-        for role in dict.fromkeys(each.role for each in rounds.values()):
-            members = [n for n, each in rounds.items() if each.role == role]
-            sent = [request for n in members for request in rounds[n].requests]
-            responses = iter(client.respond(sent, role, label))
-            for n in members:
-                inbox[n] = [next(responses) for _ in rounds[n].requests]
-    return [done[n] for n in range(len(task.items))]
 
 
 def _key(request: Request) -> Hashable:

@@ -22,11 +22,12 @@ from tests.support.configs import updated
 from whorl.align.environments import ENVIRONMENTS, EnvironmentConfig
 from whorl.align.rl.advantages import resolve_method
 from whorl.align.rl.config import AsyncRolloutConfig, RLConfig
-from whorl.align.rl.env_loop import make_env_loop
-from whorl.align.rl.environment import Reply, load_environment
-from whorl.align.rl.episodes import EpisodeRunner
 from whorl.align.rl.evaluation import filter_by_length
 from whorl.errors import ConfigError
+from whorl.evals.episodes.env_loop import make_env_loop
+from whorl.evals.episodes.environment import Reply, make_environment
+from whorl.evals.episodes.runner import EpisodeRunner
+from whorl.evals.episodes.samplers import EngineSampler
 from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.model.sampling import policy_sampling, rollout_engine
 from whorl.tokens.tokenizer import Tokenizer
@@ -50,12 +51,12 @@ def runner_of(config: EnvironmentConfig | None, length: int = 200) -> Iterator[E
     writer = ExampleTokenizer(CHAT.tokenizer)
     writer.stop_ids |= frozenset(range(0, 256, 2))
     with closing(make_env_loop(config, [])) as loop:
-        yield EpisodeRunner(engine, writer, loop, config, 3)
+        yield EpisodeRunner(EngineSampler(engine, writer, 3), loop, config)
 
 
 def test_stopped_loop_prints_nothing_about_its_steps(caplog: pytest.LogCaptureFixture) -> None:
     loop = make_env_loop(None, [])
-    env = load_environment(None)(loop)
+    env = make_environment(None, loop)
     (task,) = tasks(1)
     loop.reset_all([env], [task], 5.0)
     loop.submit(0, env, [], Reply("4", True), 5.0)
@@ -75,7 +76,7 @@ def test_rows_keep_sampled_ids_and_mask_messages(chat: bool) -> None:
     with runner_of(config_of("Echo", chat=chat)) as runner:
         episodes = runner.run(tasks(6), policy_sampling(1.0), seed=3)
         again = runner.run(tasks(6), policy_sampling(1.0), seed=3)
-    writer = runner.example_tokenizer
+    writer = runner.sampler.example_tokenizer
     assert [e.ids for e in episodes] == [e.ids for e in again]
     assert 1 <= min(e.turns for e in episodes) < 3 == max(e.turns for e in episodes)  # a reply without an end
     for episode in episodes:
@@ -148,7 +149,7 @@ def test_limits_truncate_and_errors_are_counted(
     name: str, options: dict[str, Any], length: int, wanted: dict[str, Any]
 ) -> None:
     with runner_of(config_of(name, **options), length) as runner:
-        runner.example_tokenizer.stop_ids = frozenset(range(300))  # every reply has one id
+        runner.sampler.example_tokenizer.stop_ids = frozenset(range(300))  # every reply has one id
         episodes = runner.run(tasks(3), policy_sampling(1.0), seed=1)
     for episode in episodes:
         reason = wanted.get("reason", "")
@@ -202,7 +203,7 @@ def test_waiting_environment_does_not_stop_others(monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(runner, "_make", slow_first)
         monkeypatch.setattr(runner, "_process", record)
-        runner.example_tokenizer.stop_ids = frozenset(range(300))
+        runner.sampler.example_tokenizer.stop_ids = frozenset(range(300))
         runner.run(tasks(4), policy_sampling(1.0), seed=1)
     assert order[-2:] == [0, 0] and sorted(order) == [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -253,7 +254,7 @@ def test_environment_config_rejects_what_cannot_run() -> None:
         ("tests.support.align.text_envs:config_of", {}, "is EnvironmentConfig|cannot be made"),
     ):
         with pytest.raises(ConfigError, match=message):
-            load_environment(EnvironmentConfig(name=name, options=options))(make_env_loop(None, []))
+            make_environment(EnvironmentConfig(name=name, options=options), make_env_loop(None, []))
     config = RLConfig(environment=config_of("Echo"), loss={"aggregation": "constant"})
     assert resolve_method(config).constant == 4 * config.max_completion_tokens
 

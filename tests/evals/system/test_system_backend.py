@@ -94,9 +94,10 @@ def test_tools_run_inside_the_system(tmp_path: Path) -> None:
         if "fail" in str(request.prompt[1]):
             return Missing("timed out")
         shown = str(request.prompt[-1]["content"])  # type: ignore[index]
-        if shown.startswith("[python]"):
-            return Completion(f"```finish\n{shown.split()[1]}\n```")
-        return Completion("```python\nprint(6 * 7)\n```" if "6 * 7" in shown else "thinking")
+        if shown.startswith("<tool_response>\n42"):
+            return Completion('<tool_call>{"name": "finish", "arguments": {"answer": "42"}}</tool_call>')
+        program = '<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>'
+        return Completion(program if "6 * 7" in shown else "thinking")
 
     tools = {"names": ["python", "finish"], "steps": 3, "program_seconds": 20}
     backend, model = system(tmp_path, answer, tools=tools)
@@ -105,7 +106,7 @@ def test_tools_run_inside_the_system(tmp_path: Path) -> None:
         Completion("", finish="length"),
         Missing("timed out"),
     ]
-    assert "```python" in model.sent[0].prompt[0]["content"]  # type: ignore[index, union-attr]
+    assert '"name": "python"' in model.sent[0].prompt[0]["content"]  # type: ignore[index, union-attr]
 
 
 def test_trace_has_documents_blocks_and_answers(tmp_path: Path) -> None:

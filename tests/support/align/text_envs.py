@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from whorl.align.environments import EnvironmentConfig
-from whorl.align.rl.environment import Reply, TextEnv, Turn
 from whorl.align.rl.rollout import RolloutWorker
+from whorl.evals.episodes.environment import Reply, TextEnv, Turn
 from whorl.evals.model.example import Message
 from whorl.sandbox import Program
 

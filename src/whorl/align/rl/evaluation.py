@@ -8,11 +8,12 @@ from contextlib import closing
 from whorl.align.environments import EnvironmentConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.rl.config import RLConfig
-from whorl.align.rl.env_loop import StepError, make_env_loop
-from whorl.align.rl.environment import Prompt, TextEnv, load_environment
-from whorl.align.rl.episodes import EpisodeRunner
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError, DataError
+from whorl.evals.episodes.env_loop import StepError, make_env_loop
+from whorl.evals.episodes.environment import Prompt, TextEnv, make_environment
+from whorl.evals.episodes.runner import EpisodeRunner
+from whorl.evals.episodes.samplers import EngineSampler
 from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.model.sampling import rollout_engine
 from whorl.evals.verify.task import Verdict, VerifiableTask
@@ -32,11 +33,11 @@ def filter_by_length(
     Raises:
         ConfigError: `reset` of the environment fails for all of the first tasks.
     """
-    make, found, rejected = load_environment(environment), list[VerifiableTask](), dict[str, int]()
+    found, rejected = list[VerifiableTask](), dict[str, int]()
     with closing(make_env_loop(environment, [])) as loop:
         for start in range(0, len(tasks), RESETS):
             part = tasks[start : start + RESETS]
-            envs = [make(loop) for _ in part]
+            envs = [make_environment(environment, loop) for _ in part]
             prompts = loop.reset_all(envs, part, environment.reset_seconds if environment else None)
             for task, env, prompt in zip(part, envs, prompts, strict=True):
                 reason = _reject_reason(example_tokenizer, prompt, env, length - max_tokens)
@@ -87,9 +88,8 @@ def evaluate_episodes(
         network.eval_copy(), example_tokenizer, sequences=64, max_length=config.max_seq_len
     )
     with closing(make_env_loop(config.environment, tasks)) as loop:
-        runner = EpisodeRunner(
-            engine, example_tokenizer, loop, config.environment, config.max_completion_tokens
-        )
+        sampler = EngineSampler(engine, example_tokenizer, config.max_completion_tokens)
+        runner = EpisodeRunner(sampler, loop, config.environment)
         sampling = SamplingParams(temperature=temperature, top_p=1.0, top_k=0)
         episodes = runner.run(tasks, sampling, seed=config.seed)
     return [episode.text for episode in episodes], [episode.verdict for episode in episodes]

@@ -5,7 +5,7 @@ keeps the log-probability under the sampling weights and the version of those we
 lockstep with the learner, in a process that samples ahead, or in Ray; `slots/` runs it.
 
     tasks        drawn by a curriculum that tracks pass rates (`data/curriculum.py`)
-    completions  sampled by the engine at the policy's temperature, without top-k or top-p (`episodes.py`)
+    completions  sampled by the engine at the policy's temperature, without top-k or top-p (`evals/episodes`)
     rewards      from verifiers, those of programs in a sandbox, from a reward model, or from an environment
 
 With `dynamic_sampling_rounds` a group with equal rewards, from which a group-relative advantage learns nothing, is
@@ -37,10 +37,11 @@ from whorl.align.environments import EnvironmentConfig
 from whorl.align.model.sampling_dtype import CANDIDATES, RolloutSampler
 from whorl.align.preference.reward_model import load_reward_verifier
 from whorl.align.rl.config import AsyncRolloutConfig, RolloutConfig
-from whorl.align.rl.env_loop import make_env_loop
-from whorl.align.rl.episodes import Episode, EpisodeRunner
 from whorl.align.rl.replicas import ReplicaGroup, worker_devices
 from whorl.align.stage.io import load_example_tokenizer
+from whorl.evals.episodes.env_loop import make_env_loop
+from whorl.evals.episodes.runner import Episode, EpisodeRunner
+from whorl.evals.episodes.samplers import EngineSampler
 from whorl.evals.model.sampling import policy_sampling
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.models import TransformerConfig, make_model
@@ -190,9 +191,8 @@ class RolloutWorker:
         )
         workers = None if self.replica_group.is_single else 1  # one core per replica
         self._loop = make_env_loop(self.environment, self.tasks, verifier, sandbox_workers=workers)
-        self._episodes = EpisodeRunner(
-            self._sampler.engine, example_tokenizer, self._loop, self.environment, self.max_completion_tokens
-        )
+        self._replies = EngineSampler(self._sampler.engine, example_tokenizer, self.max_completion_tokens)
+        self._episodes = EpisodeRunner(self._replies, self._loop, self.environment)
 
     def close(self) -> None:
         """Stop the event loop of the environments and the sandbox."""
@@ -210,7 +210,7 @@ class RolloutWorker:
             self.setup(most * self.group_size)
         data, k = slot.data, self.group_size
         groups = len(data.reward) // k
-        engine = self._episodes.engine = self._sampler.engine
+        engine = self._replies.engine = self._sampler.engine
         engine.sync_weights(weights.board)
         engine.follow_board(weights.board if self.update_in_flight else None)
         attempts = count()

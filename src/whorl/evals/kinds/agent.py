@@ -22,53 +22,44 @@ tools inside (`evals/system`), `tools` is empty here: the first message is the a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, Literal
+from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from whorl.errors import ConfigError, DataError, WhorlError, shorten
-from whorl.evals.agent.actions import GROUPS, instructions
-from whorl.evals.agent.program_batch import ProgramBatch
-from whorl.evals.agent.trajectory import AgentRun, RunBudget, clip, start_messages
+from whorl.evals.episodes.folder import FolderEnv, FolderOptions, FolderTask, clip, run_agents
+from whorl.evals.episodes.samplers import BackendSampler
 from whorl.evals.kinds.generate import SEED_STEP
-from whorl.evals.kinds.kind import Answered, Kind, Metric, Round, Steps
-from whorl.evals.model.requests import Response
+from whorl.evals.kinds.kind import MODEL, Answered, Kind, Metric, Respond
+from whorl.evals.model.requests import GenerateRequest, Message
 from whorl.evals.results import ItemResult, Outcome
 from whorl.evals.statistics.pass_at_k import pass_at_k
 from whorl.evals.tasks.task import Item
-from whorl.sandbox import Program, ProgramResult, ResourceLimits, Sandbox
+from whorl.sandbox import Program, ProgramResult, Sandbox
 from whorl.sandbox.unit_tests import tests_error
 from whorl.sandbox.work_folder import check_paths
 
 ANSWER_FILE = "answer.txt"  # of the tests' folder: the text of `finish`
 SHOWN_FILE = 2000  # characters of a file on the page
+SHOWN_BUDGET = {"steps", "tokens", "seconds", "observation", "file_bytes"}
 BUDGETS = {"steps": "messages", "tokens": "tokens", "seconds": "seconds of programs"}
 
 
-class AgentOptions(BaseModel):
+class AgentOptions(FolderOptions):
     """Settings of the kind `agent`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    tools: tuple[Literal["python", "files", "finish"], ...] = ("python", "files", "finish")
     files: str = Field(default="", description="expression of the folder at the start: path -> text")
     program: str = Field(default="", description="file of the agent whose functions the tests call")
-    steps: int = Field(default=12, ge=1, description="messages of a run, at most")
-    tokens: int = Field(default=8192, ge=1, description="tokens of all messages of a run, at most")
-    seconds: float = Field(default=30.0, gt=0, description="time of all programs of a run, at most")
-    program_seconds: float = Field(default=5.0, gt=0, description="time of one program, and of the tests")
-    memory_bytes: int = Field(default=512 << 20, ge=1 << 20)
-    file_bytes: int = Field(default=1 << 20, ge=0, description="of all files of a run together")
-    observation: int = Field(default=4000, ge=100, description="characters of a result that the model sees")
-    workers: int = Field(default=2, ge=1, description="programs that run at once")
     k: tuple[int, ...] = Field(default=(), description="of pass@k")
 
 
 class Agent(Kind):
     """See the top of this file."""
 
+    version = 2
     Options = AgentOptions
 
     def __init__(self, task: Any) -> None:
@@ -86,15 +77,6 @@ class Agent(Kind):
         self._files = (
             task.template("options.files", options.files, expression=True) if options.files else None
         )
-        self.tools = [tool for group in options.tools for tool in GROUPS[group]]
-        self.budget = RunBudget(
-            options.steps, options.tokens, options.seconds, self.config.generation.max_tokens, options.observation,
-            options.file_bytes,
-        )  # fmt: skip
-        self.limits = ResourceLimits(
-            options.program_seconds, options.program_seconds, options.memory_bytes, options.file_bytes
-        )
-        self._batch = ProgramBatch(self.limits, options.workers)
         samples: dict[str, Metric] = {}
         if n > 1:
             samples = {
@@ -141,52 +123,51 @@ class Agent(Kind):
             )  # fmt: skip
         return {str(path): text.encode("utf-8", "replace") for path, text in found.items()}
 
-    def run_of(self, item: Item, sample: int) -> AgentRun:
-        """Return a new run of an item."""
-        each, files = self.config.generation, self.first_files(item)
-        system = instructions(self.tools, self.budget.steps) if self.tools else ""
-        sampling = {
-            "stop": each.stop, "temperature": each.temperature, "top_p": each.top_p,
-            "seed": each.seed + SEED_STEP * sample,
-        }  # fmt: skip
-        messages = start_messages(system, self.prompt(item), files)
-        return AgentRun(messages, self.budget, files, self.tools, sampling)
-
-    def steps(self, item: Item) -> Steps:
-        """See `Kind`: the runs of all samples advance together; their programs run with those of all items."""
-        runs = [self.run_of(item, sample) for sample in range(self.config.generation.samples)]
-        responses: list[Response] = []
-        while active := [run for run in runs if not run.ended]:
-            replies = yield Round([run.request() for run in active])
-            responses += replies
-            tickets = []
-            for run, reply in zip(active, replies, strict=True):
-                if (program := run.receive(reply)) is not None:
-                    tickets.append((run, self._batch.add(program)))
-            if tickets:
-                yield Round([])  # the other items add their programs
-            for run, ticket in tickets:
-                run.observe(self._batch.result(ticket))
-        return Answered(item, tuple(responses), runs)
+    def answer(self, items: Sequence[Item], respond: Respond) -> list[Answered]:
+        """See `Kind`: the episodes of all items and samples advance together."""
+        each, number = self.config.generation, count(1)
+        tasks = [
+            FolderTask(item.id, messages=_messages(self.prompt(item)), files=self.first_files(item))
+            for item in items
+            for _ in range(each.samples)
+        ]
+        requests = [
+            GenerateRequest(
+                (), each.max_tokens, each.stop, each.temperature, each.top_p, each.seed + SEED_STEP * k
+            )
+            for k in range(each.samples)
+        ]
+        sampler = BackendSampler(
+            lambda sent: respond(sent, MODEL, self.round_label(next(number))), requests * len(items)
+        )
+        episodes = run_agents(tasks, self.options, sampler)
+        n = each.samples
+        return [Answered(item, (), episodes[i * n : i * n + n]) for i, item in enumerate(items)]
 
     # -- scores --------------------------------------------------------------------------------------------------------
 
     def score(self, answered: Sequence[Answered]) -> list[ItemResult]:
         """See `Kind`: the tests of all runs run together, in new folders."""
-        complete = [each for each in answered if each.missing is None]
-        programs = [self.test_program(each.item, run) for each in complete for run in each.extra]
+        failed = [next((e.reason for e in each.extra if e.failed), "") for each in answered]
+        runs = [[episode.env for episode in each.extra] for each in answered]
+        complete = [
+            (each.item, run)
+            for each, own, no in zip(answered, runs, failed, strict=True)
+            if not no
+            for run in own
+        ]
+        programs = [self.test_program(*pair) for pair in complete]
         results: list[ProgramResult] = []
         if programs:
-            with Sandbox(self.limits, workers=self.options.workers) as sandbox:
+            with Sandbox(self.options.limits, workers=self.options.workers) as sandbox:
                 results = sandbox.run_all(programs)
         verdicts = iter(results)
         return [
-            self._item_result(each, [next(verdicts) for _ in each.extra]) if each.missing is None
-            else self.missing(each, each.missing.reason)
-            for each in answered
-        ]  # fmt: skip
+            self.missing(each, no) if no else self._item_result(each, own, [next(verdicts) for _ in own])
+            for each, own, no in zip(answered, runs, failed, strict=True)
+        ]
 
-    def test_program(self, item: Item, run: AgentRun) -> Program:
+    def test_program(self, item: Item, run: FolderEnv) -> Program:
         """Return the tests of a run, with its files and its answer."""
         source = (
             run.files.get(self.options.program, b"").decode("utf-8", "replace")
@@ -198,8 +179,9 @@ class Agent(Kind):
             files.setdefault(ANSWER_FILE, run.answer.encode("utf-8", "replace"))
         return Program(source, str(item.gold), files=files)
 
-    def _item_result(self, answered: Answered, verdicts: Sequence[ProgramResult]) -> ItemResult:
-        runs: list[AgentRun] = answered.extra
+    def _item_result(
+        self, answered: Answered, runs: Sequence[FolderEnv], verdicts: Sequence[ProgramResult]
+    ) -> ItemResult:
         right = [verdict.ok for verdict in verdicts]
         n = len(runs)
         claims = [run.ended == "finished" and not ok for run, ok in zip(runs, right, strict=True)]
@@ -222,7 +204,7 @@ class Agent(Kind):
             for run, verdict in zip(runs, verdicts, strict=True)
         ]  # fmt: skip
         details: dict[str, Any] = {
-            "trajectory": kept[0].pop("trajectory"), "budget": asdict(self.budget), "run": kept[0],
+            "trajectory": kept[0].pop("trajectory"), "budget": self.options.model_dump(include=SHOWN_BUDGET), "run": kept[0],
         }  # fmt: skip
         if n > 1:
             details["other_runs"] = kept[1:]
@@ -238,7 +220,11 @@ class Agent(Kind):
         return item
 
 
-def describe_run(run: AgentRun, verdict: ProgramResult) -> tuple[Outcome, str]:
+def _messages(prompt: str | tuple[Message, ...]) -> tuple[Message, ...]:
+    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+
+
+def describe_run(run: FolderEnv, verdict: ProgramResult) -> tuple[Outcome, str]:
     """Return the outcome of a run, with the reason."""
     ended = "finished" if run.ended == "finished" else f"all {BUDGETS.get(run.ended, run.ended)} used up"
     if verdict.ok:

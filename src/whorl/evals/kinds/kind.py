@@ -17,9 +17,9 @@ function of the responses alone, so another metric needs no new response.
                 return self.missing(answered, answer.reason)
             return self.result(answered, {"characters": len(answer.text)}, "right", answers=(answer.text,))
 
-A kind of several rounds, such as a judge or an agent, writes `steps` as a generator: it yields each `Round`, receives its
-responses in the order of the requests, and returns an `Answered`. All items of a task advance together, one round at
-a time, so that the back end gets large batches.
+A kind of several rounds, such as a judge, writes `steps` as a generator: it yields each `Round`, receives its responses in
+the order of the requests, and returns an `Answered`. All items of a task advance together, one round at a time, so that the
+back end gets large batches. A kind of episodes writes `answer` instead.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Answered:
 
 
 Steps = Generator[Round, Sequence[Response], Answered]
+Respond = Callable[[Sequence[Request], str, str], Sequence[Response]]  # (requests, role, label)
 Transform = Literal["", "exp"]
 TokenTexts = Callable[[Sequence[int]], list[str]]
 
@@ -173,6 +174,33 @@ class Kind:
         """Yield the rounds of requests, and return everything that scoring needs."""
         responses = yield Round(self.requests(item))
         return Answered(item, tuple(responses))
+
+    def answer(self, items: Sequence[Item], respond: Respond) -> list[Answered]:
+        """Return the responses to the requests of all items, in order; all items advance one round at a time."""
+        active: dict[int, Steps] = {n: self.steps(item) for n, item in enumerate(items)}
+        inbox: dict[int, Sequence[Response] | None] = dict.fromkeys(active)
+        done: dict[int, Answered] = {}
+        number = 0
+        while active:
+            number += 1
+            rounds = {}
+            for n, steps in list(active.items()):
+                try:
+                    rounds[n] = next(steps) if (received := inbox[n]) is None else steps.send(received)
+                except StopIteration as end:
+                    done[n] = end.value
+                    del active[n]
+            for role in dict.fromkeys(each.role for each in rounds.values()):
+                members = [n for n, each in rounds.items() if each.role == role]
+                sent = [request for n in members for request in rounds[n].requests]
+                responses = iter(respond(sent, role, self.round_label(number)))
+                for n in members:
+                    inbox[n] = [next(responses) for _ in rounds[n].requests]
+        return [done[n] for n in range(len(items))]
+
+    def round_label(self, number: int) -> str:
+        """Return the label of a round of requests, from 1, in the progress."""
+        return self.config.name if number == 1 else f"{self.config.name}, round {number}"
 
     def score_item(self, answered: Answered) -> ItemResult:
         """Return the result of one item, from its responses."""

@@ -3,8 +3,8 @@
     backend = SystemBackend(EndpointBackend.open(url, name), read_system(Path("support.toml")))
 
 A prompt that the guard blocks gets the guard's answer, and the model receives no request. The documents that match the last
-message of the user are put before it. With tools, the model acts in a folder until it finishes (`evals/agent`), and the
-text of `finish` is the answer. An answer that the guard blocks is replaced.
+message of the user are put before it. With tools, the model acts in a folder until it finishes (`episodes/folder.py`), and
+the text of `finish` is the answer. An answer that the guard blocks is replaced.
 
 With `trace`, each answer appends a JSON line to a file: the prompt with its documents, messages and calls, what the guard
 blocked, and the answer. Answers from the cache append none.
@@ -19,12 +19,14 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from whorl.errors import DataError
-from whorl.evals.agent.actions import GROUPS, instructions
-from whorl.evals.agent.program_batch import ProgramBatch
-from whorl.evals.agent.trajectory import AgentRun, RunBudget, start_messages
+from whorl.evals.episodes.folder import FolderEnv, run_agents
+from whorl.evals.episodes.runner import Episode
+from whorl.evals.episodes.samplers import BackendSampler
 from whorl.evals.model.model_folder import extend_address
 from whorl.evals.model.requests import (
     Completion,
@@ -39,8 +41,8 @@ from whorl.evals.system.config import SystemConfig
 from whorl.evals.system.retrieval import Bm25Index
 from whorl.evals.tasks.records import read_records
 from whorl.evals.tasks.template import Template
+from whorl.evals.verify.task import VerifiableTask
 from whorl.registry import Registry
-from whorl.sandbox import ResourceLimits
 
 GUARDS = Registry("guard", {})
 NOT_IN_ADDRESS = {
@@ -84,7 +86,7 @@ class SystemBackend:
 
     def respond(self, requests: Sequence[Request], on_response: Callable[[int, Response], None]) -> None:
         """See `ModelBackend`. A system has no log-probabilities: such requests are missing."""
-        runs: dict[int, AgentRun] = {}
+        asked: dict[int, GenerateRequest] = {}
         for number, request in enumerate(requests):
             if not isinstance(request, GenerateRequest):
                 on_response(
@@ -98,16 +100,17 @@ class SystemBackend:
                 self._trace(messages, "prompt", self._refusal())
                 on_response(number, Completion(self._refusal()))
             else:
-                runs[number] = self._run(request, messages)
+                asked[number] = replace(request, prompt=tuple(self._with_documents(messages)))
+        if not asked:
+            return
         if self.config.tools is None:
-            self._answer_once(runs, on_response)
+            self._answer_once(asked, on_response)
         else:
-            self._answer_with_tools(runs, on_response)
+            self._answer_with_tools(asked, on_response)
 
-    def _run(self, request: GenerateRequest, messages: list[Message]) -> AgentRun:
-        """Return a run with the documents before the question; without tools it ends after one message."""
-        config, tools = self.config, self.config.tools
-        names = [tool for group in tools.names for tool in GROUPS[group]] if tools else []
+    def _with_documents(self, messages: list[Message]) -> list[Message]:
+        """Return the messages of a request, with the system message and the documents before the question."""
+        config = self.config
         if self._index is not None and config.retrieval is not None:
             question = str(messages[-1]["content"])
             found = [self._index.documents[n] for n, _ in self._index.search(question, config.retrieval.k)]
@@ -115,62 +118,52 @@ class SystemBackend:
                 shown = "\n\n".join(text[: config.retrieval.max_characters] for text in found)
                 prompt = self._prompt({"documents": shown, "question": question}, self.name)
                 messages = [*messages[:-1], {**messages[-1], "content": prompt}]
-        system = "\n\n".join(
-            p for p in (config.system, instructions(names, tools.steps) if tools else "") if p
-        )
-        budget = RunBudget(1, request.max_tokens, message_tokens=request.max_tokens)
-        if tools is not None:
-            budget = RunBudget(
-                tools.steps, tools.tokens, tools.seconds, request.max_tokens, tools.observation
-            )
-        sampling = {
-            "stop": request.stop, "temperature": request.temperature, "top_p": request.top_p, "seed": request.seed,
-        }  # fmt: skip
-        return AgentRun(start_messages(system, messages, {}), budget, {}, names, sampling)
+        system = [config.system, *(m["content"] for m in messages if m["role"] == "system")]
+        text = "\n\n".join(part for part in system if part)
+        given = [m for m in messages if m["role"] != "system"]
+        return [{"role": "system", "content": text}, *given] if text else given
 
-    def _answer_once(self, runs: dict[int, AgentRun], on_response: Callable[[int, Response], None]) -> None:
-        numbers = list(runs)
+    def _answer_once(
+        self, asked: dict[int, GenerateRequest], on_response: Callable[[int, Response], None]
+    ) -> None:
+        numbers = list(asked)
 
         def receive(place: int, response: Response) -> None:
-            run = runs[numbers[place]]
-            run.receive(response)
-            on_response(numbers[place], self._guarded(run, response))
+            prompt, steps = asked[numbers[place]].prompt, []
+            if isinstance(response, Completion):
+                steps = [{"role": "model", "content": response.text}]
+            on_response(numbers[place], self._guarded(prompt, steps, response))
 
-        if numbers:
-            self.model.respond([run.request() for run in runs.values()], receive)
+        self.model.respond(list(asked.values()), receive)
 
     def _answer_with_tools(
-        self, runs: dict[int, AgentRun], on_response: Callable[[int, Response], None]
+        self, asked: dict[int, GenerateRequest], on_response: Callable[[int, Response], None]
     ) -> None:
-        """Advance all runs together, one message at a time."""
-        tools = self.config.tools
-        assert tools is not None
-        batch = ProgramBatch(ResourceLimits(tools.program_seconds, tools.program_seconds), tools.workers)
-        active = dict(runs)
-        while active:
-            numbers = list(active)
+        """Run the episodes of all requests together."""
+        numbers, requests = list(asked), list(asked.values())
+        assert self.config.tools is not None
+
+        def respond(sent: Sequence[GenerateRequest]) -> list[Response]:
             replies: dict[int, Response] = {}
-            self.model.respond([run.request() for run in active.values()], replies.__setitem__)
-            tickets = []
-            for place, number in enumerate(numbers):
-                reply = replies.get(place, Missing("the back end gave no response"))
-                if (program := active[number].receive(reply)) is not None:
-                    tickets.append((active[number], batch.add(program)))
-            for run, ticket in tickets:
-                run.observe(batch.result(ticket))
-            for number in numbers:
-                if active[number].ended:
-                    run = active.pop(number)
-                    on_response(number, self._guarded(run, _response(run)))
+            self.model.respond(sent, replies.__setitem__)
+            return [replies.get(n, Missing("the back end gave no response")) for n in range(len(sent))]
+
+        def receive(place: int, episode: Episode) -> None:
+            env: Any = episode.env
+            response = _response(env, episode)
+            on_response(numbers[place], self._guarded(requests[place].prompt, env.steps, response))
+
+        tasks = [VerifiableTask(str(n), messages=tuple(r.prompt)) for n, r in asked.items()]  # type: ignore[arg-type]
+        run_agents(tasks, self.config.tools, BackendSampler(respond, requests), receive)
 
     # -- guard ---------------------------------------------------------------------------------------------------------
 
-    def _guarded(self, run: AgentRun, response: Response) -> Response:
-        """Return the response, or the guard's answer in its place."""
+    def _guarded(self, prompt: Any, steps: Sequence[object], response: Response) -> Response:
+        """Return the response, or the guard's answer in its place. steps: of the trace."""
         blocked = isinstance(response, Completion) and self._blocks("answer", response.text)
         shown = Completion(self._refusal()) if blocked else response
         text = shown.text if isinstance(shown, Completion) else None
-        self._trace(run.messages[: run.n_given], "answer" if blocked else "", text, run.steps)
+        self._trace(prompt, "answer" if blocked else "", text, steps)
         return shown
 
     def _trace(
@@ -201,11 +194,11 @@ class SystemBackend:
         return self.config.guard.answer if self.config.guard else ""
 
 
-def _response(run: AgentRun) -> Response:
+def _response(env: FolderEnv, episode: Episode) -> Response:
     """Return the answer of a run with tools; one that used up a budget is cut."""
-    if run.ended == "missing":
-        return Missing(run.reason)
-    return Completion(run.answer, finish="stop" if run.ended == "finished" else "length")
+    if episode.failed:
+        return Missing(episode.reason)
+    return Completion(env.answer, finish="stop" if env.ended == "finished" else "length")
 
 
 def _documents(config: SystemConfig) -> list[str]:

@@ -28,6 +28,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from whorl.evals.episodes.folder import FolderOptions
 from whorl.evals.tasks.config import Paths, read_toml, settings_error
 from whorl.evals.tasks.template import Template
 
@@ -56,16 +57,13 @@ class RetrievalConfig(_Settings):
         return text
 
 
-class ToolsConfig(_Settings):
+class ToolsConfig(FolderOptions):
     """Calls of tools inside the system, as in the kind `agent`. Its folder is empty at the start and is dropped."""
 
-    names: tuple[Literal["python", "files", "finish"], ...] = ("python", "finish")
+    tools: tuple[Literal["python", "files", "finish"], ...] = Field(
+        default=("python", "finish"), alias="names"
+    )
     steps: int = Field(default=8, ge=1, description="messages for one answer")
-    tokens: int = Field(default=8192, ge=1, description="of these messages together")
-    seconds: float = Field(default=30.0, gt=0, description="of all programs of one answer")
-    program_seconds: float = Field(default=5.0, gt=0)
-    observation: int = Field(default=4000, ge=100, description="characters of a result that the model sees")
-    workers: int = Field(default=2, ge=1)
 
 
 class GuardConfig(_Settings):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 
-TOOLS = """\
-You may call functions. Their signatures, as JSON schemas:
-<tools>
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}</tools>
+TOOLS_HEAD = "You may call functions. Their signatures, as JSON schemas:\n<tools>\n"
+TOOLS_END = """</tools>
 To call one, write its name and arguments as one JSON object between tags, and nothing after it:
 <tool_call>
 {"name": "the function's name", "arguments": {"argument": "value"}}
 </tool_call>"""
+TOOLS = TOOLS_HEAD + "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}" + TOOLS_END
 
 CHATML = (
     """\

@@ -4,7 +4,8 @@
     {"name": "f", "arguments": {"x": 1}}
     </tool_call>
 
-`ToolCallParser` removes these from streamed text. Text that may be the beginning of a tag is buffered. A block that is
+`describe_tools` gives the tools to a model whose prompt has no place for them, and `tool_response` a result.
+`ToolCallParser` removes calls from streamed text. Text that may be the beginning of a tag is buffered. A block that is
 not a valid call is returned as text, so no output is lost.
 
 The subtle point is the end of a call. An argument may contain the text `</tool_call>`, so the end is found by decoding one
@@ -17,10 +18,14 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
+
+from whorl.tokens.chat.builtin_templates import TOOLS_END, TOOLS_HEAD
+from whorl.tokens.chat.messages import canonical_tools
 
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
@@ -44,6 +49,17 @@ class ParsedToolCall:
             "type": "function",
             "function": {"name": self.name, "arguments": self.arguments},
         }
+
+
+def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a system message that describes tools, as the built-in chat templates do."""
+    lines = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in canonical_tools(tools))
+    return TOOLS_HEAD + lines + TOOLS_END
+
+
+def tool_response(text: str) -> str:
+    """Return the result of a call for a message of the user, as the templates of Hermes models write it."""
+    return f"<tool_response>\n{text}\n</tool_response>"
 
 
 def parse_tool_call(text: str) -> ParsedToolCall | None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whorl.align.rl.environment import Reply, Turn
 from whorl.align.rl.environments.calculator import CalculatorEnv, calculate
+from whorl.evals.episodes.environment import Reply, Turn
 from whorl.evals.verify import verify_all
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.tokens.chat.tool_calls import parse_reply

@@ -14,11 +14,12 @@ import pytest
 from tests.support.align.byte_model import decoder
 
 from whorl.align.environments import EnvironmentConfig
-from whorl.align.rl.env_loop import StepError, make_env_loop
-from whorl.align.rl.environment import Reply, load_environment
-from whorl.align.rl.episodes import EpisodeRunner
 from whorl.align.rl.evaluation import filter_by_length
 from whorl.errors import ConfigError
+from whorl.evals.episodes.env_loop import StepError, make_env_loop
+from whorl.evals.episodes.environment import Reply, make_environment
+from whorl.evals.episodes.runner import EpisodeRunner
+from whorl.evals.episodes.samplers import EngineSampler
 from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.model.sampling import policy_sampling, rollout_engine
 from whorl.evals.verify.task import VerifiableTask
@@ -64,7 +65,7 @@ def play(url: str, replies: list[str], row: VerifiableTask, **options: Any) -> l
     """Return the prompt, and the turns that answer the replies."""
     config = EnvironmentConfig(name="openenv", options={"url": url, **options}, reset_seconds=1.5)
     with closing(make_env_loop(config, [])) as loop:
-        env = load_environment(config)(loop)
+        env = make_environment(config, loop)
         found: list[Any] = loop.reset_all([env], [row], config.reset_seconds)
         for key, text in enumerate(replies):
             loop.submit(key, env, (), Reply(text, True), 10.0)
@@ -123,7 +124,7 @@ def test_rollouts_play_in_separate_sessions(url: str) -> None:
     engine = rollout_engine(decoder(), writer, sequences=8, max_length=300)
     writer.stop_ids |= frozenset(range(0, 256, 2))
     with closing(make_env_loop(config, [])) as loop:
-        runner = EpisodeRunner(engine, writer, loop, config, 4)
+        runner = EpisodeRunner(EngineSampler(engine, writer, 4), loop, config)
         for seed in range(3):
             rows = runner.run([task(seed=n % 10) for n in range(8)], policy_sampling(1.0), seed=seed)
             assert not any(e.env_errors for e in rows), [e.reason for e in rows]

@@ -7,9 +7,9 @@ from contextlib import closing
 import pytest
 
 from whorl.align.environments import EnvironmentConfig
-from whorl.align.rl.env_loop import EnvLoop, StepError, make_env_loop
-from whorl.align.rl.environment import Reply, Turn, load_environment
 from whorl.errors import ConfigError
+from whorl.evals.episodes.env_loop import EnvLoop, StepError, make_env_loop
+from whorl.evals.episodes.environment import Reply, Turn, make_environment
 from whorl.evals.verify.task import VerifiableTask
 
 TASK = VerifiableTask(
@@ -21,7 +21,7 @@ WRONG, RIGHT = "def f(a):\n    return a + 2\n", "```python\ndef f(a):\n    retur
 
 def attempts(loop: EnvLoop, texts: list[str], **options: float) -> list[Turn]:
     """Return the turns that answer the texts."""
-    env = load_environment(EnvironmentConfig(name="repair", options=options))(loop)
+    env = make_environment(EnvironmentConfig(name="repair", options=options), loop)
     env.reset(TASK)
     turns = []
     for key, text in enumerate(texts):
@@ -43,4 +43,4 @@ def test_failing_output_is_observed_until_program_passes() -> None:
         *_, last = attempts(loop, [WRONG] * 2, attempts=2)
         assert last.done and last.reward == 0 and not last.info["passed"] and not last.messages
     with pytest.raises(ConfigError, match="attempts is 0"), closing(make_env_loop(None, [])) as loop:
-        load_environment(EnvironmentConfig(name="repair", options={"attempts": 0}))(loop)
+        make_environment(EnvironmentConfig(name="repair", options={"attempts": 0}), loop)

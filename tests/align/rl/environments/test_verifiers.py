@@ -14,12 +14,13 @@ from tests.support.align.rl_policies import SMALL, train
 from tests.support.align.text_envs import ShortReplies
 
 from whorl.align.environments import EnvironmentConfig
-from whorl.align.rl.env_loop import make_env_loop
-from whorl.align.rl.environment import load_environment
 from whorl.align.rl.environments import verifiers as adapter
 from whorl.align.rl.environments.verifiers import verifiers_tasks
-from whorl.align.rl.episodes import Episode, EpisodeRunner
 from whorl.errors import ConfigError, DataError
+from whorl.evals.episodes.env_loop import make_env_loop
+from whorl.evals.episodes.environment import make_environment
+from whorl.evals.episodes.runner import Episode, EpisodeRunner
+from whorl.evals.episodes.samplers import EngineSampler
 from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.model.sampling import policy_sampling, rollout_engine
 from whorl.tokens.tokenizer import Tokenizer
@@ -50,7 +51,7 @@ def episodes(n: int = 3, **options: Any) -> tuple[list[Episode], ExampleTokenize
     writer.stop_ids |= frozenset(range(0, 256, 2))
     task = verifiers_tasks(TASKSET, n_train=2, n_test=1)["train"][0]
     with closing(make_env_loop(config, [])) as loop:
-        runner = EpisodeRunner(engine, writer, loop, config, 12)
+        runner = EpisodeRunner(EngineSampler(engine, writer, 12), loop, config)
         return runner.run([task] * n, policy_sampling(1.0), seed=5), writer
 
 
@@ -140,4 +141,4 @@ def test_unknown_names_stop_the_stage() -> None:
             ({"taskset": TASKSET, "taskset_options": {"depth": 1}}, r"(?s)cannot be loaded: .*depth"),
         ):
             with pytest.raises(ConfigError, match=message):
-                load_environment(EnvironmentConfig(name="verifiers", options=options))(loop)
+                make_environment(EnvironmentConfig(name="verifiers", options=options), loop)

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from whorl.align.rl.environment import Reply
+from whorl.evals.episodes.environment import Reply
 from whorl.tokens.chat.tool_calls import ParsedReply
 
 _numbers = count()

@@ -19,7 +19,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from whorl.align.rl.environment import EnvServices, Reply, TextEnv, Turn, verdict_info
+from whorl.evals.episodes.environment import EnvServices, Reply, TextEnv, Turn, verdict_info
 from whorl.evals.model.example import Message
 from whorl.tokens.chat.tool_calls import ParsedToolCall, parse_reply
 

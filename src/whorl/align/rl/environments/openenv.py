@@ -22,8 +22,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whorl.align.rl.environment import EnvServices, Prompt, Reply, TextEnv, Turn
 from whorl.errors import ConfigError, DataError
+from whorl.evals.episodes.environment import EnvServices, Prompt, Reply, TextEnv, Turn
 from whorl.evals.model.example import Message
 from whorl.evals.verify.task import VerifiableTask
 from whorl.registry import import_attribute

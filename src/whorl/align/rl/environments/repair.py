@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whorl.align.rl.environment import EnvServices, Reply, TextEnv, Turn
 from whorl.errors import ConfigError
+from whorl.evals.episodes.environment import EnvServices, Reply, TextEnv, Turn
 from whorl.evals.model.example import Message
 from whorl.evals.verify.program_verifiers import tests_program
 

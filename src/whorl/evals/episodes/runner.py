@@ -1,4 +1,4 @@
-"""Episodes: rollouts of environments, sampled by the engine turn by turn.
+"""Episodes: rollouts of environments, sampled turn by turn by an engine or a back end (`samplers.py`).
 
     prompt | reply 1 | environment | reply 2 | environment | reply 3          ids of one row
       0        1           0           1           0           1              action_mask
@@ -21,18 +21,18 @@ environment answered first, except for ties decided by rounding.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
+from typing import Protocol
 
-from whorl.align.environments import EnvironmentConfig
-from whorl.align.rl.env_loop import GRACE_SECONDS, POLL_SECONDS, EnvLoop, StepError
-from whorl.align.rl.environment import Prompt, Reply, TextEnv, Turn, load_environment
-from whorl.engine.engine import Engine
-from whorl.engine.request import Delta, Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError, DataError
-from whorl.evals.model.example import ExampleTokenizer, Message
+from whorl.evals.episodes.config import EpisodeConfig
+from whorl.evals.episodes.env_loop import GRACE_SECONDS, POLL_SECONDS, EnvLoop, StepError
+from whorl.evals.episodes.environment import Prompt, Reply, TextEnv, Turn, make_environment
+from whorl.evals.model.example import Message
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.tracking.seeds import derive
 
@@ -104,39 +104,58 @@ class Episode:
         self.finished = self.reply.finished
 
 
-class EpisodeRunner:
-    """Runs episodes of one environment on one engine; see the top of this file.
+class ReplySampler(Protocol):
+    """Samples the replies of episodes.
 
-    Args:
-        environment: None selects the task's verifier, with one turn.
-        max_tokens: ids of one reply.
+    busy: whether replies are being sampled. empty_row: ids of an episode that could not start.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        example_tokenizer: ExampleTokenizer,
-        loop: EnvLoop,
-        environment: EnvironmentConfig | None,
-        max_tokens: int,
-    ) -> None:
-        self.engine, self.example_tokenizer, self.loop = engine, example_tokenizer, loop
-        self.config, self.max_tokens = environment, max_tokens
-        self._make = load_environment(environment)
-        self._prompt_ids: dict[int, tuple[VerifiableTask, list[int]]] = {}
+    @property
+    def empty_row(self) -> Sequence[int]: ...
+
+    @property
+    def busy(self) -> bool: ...
+
+    def start(self, episode: Episode, task: VerifiableTask) -> None:
+        """Prepare the prompt of an episode. Raises ConfigError: it is too long; other errors end the episode alone."""
+
+    def submit(self, n: int, episode: Episode, sampling: SamplingParams) -> None:
+        """Request the next reply of episode number n."""
+
+    def step(self, episodes: Sequence[Episode]) -> list[int]:
+        """Advance, and return the episodes whose reply ended; one without a reply has failed."""
+        ...
+
+    def extend(self, episode: Episode, messages: Sequence[Message]) -> bool:
+        """Append the messages of a turn; return False if the policy cannot reply to them. Raises DataError."""
+        ...
+
+
+class EpisodeRunner:
+    """Runs episodes of one environment; see the top of this file.
+
+    environment: None selects the task's verifier, with one turn.
+    """
+
+    def __init__(self, sampler: ReplySampler, loop: EnvLoop, environment: EpisodeConfig | None) -> None:
+        self.sampler, self.loop, self.config = sampler, loop, environment
+        self._make = partial(make_environment, environment)
         self._keys = count()
 
     def run(
-        self, tasks: Sequence[VerifiableTask], sampling: SamplingParams, *, seed: int, first_index: int = 0
-    ) -> list[Episode]:
+        self, tasks: Sequence[VerifiableTask], sampling: SamplingParams,
+        *, seed: int = 0, first_index: int = 0, on_end: Callable[[int, Episode], None] = lambda n, episode: None,
+    ) -> list[Episode]:  # fmt: skip
         """Return an episode of each task, in order.
 
-        seed: each turn has its own, derived from the episode's index; first_index: index of the first episode.
+        Args:
+            seed: each turn has its own, derived from the episode's index. first_index: index of the first episode.
+            on_end: called with the index of each episode that ends.
 
         Raises:
             ConfigError: a prompt is too long; a verifier is unknown.
         """
-        self.sampling, self.seed, self.first_index = sampling, seed, first_index
+        self.sampling, self.seed, self.first_index, self.on_end = sampling, seed, first_index, on_end
         envs = [self._make(self.loop) for _ in tasks]
         try:
             prompts = self.loop.reset_all(envs, tasks, self.config.reset_seconds if self.config else None)
@@ -158,12 +177,14 @@ class EpisodeRunner:
         return [errors.get(n) for n in range(len(envs))]
 
     def _run_episodes(self) -> None:
-        self.active = {n for n, episode in enumerate(self.episodes) if not episode.failed}
+        self.active = set(range(len(self.episodes)))
+        for n in [n for n, episode in enumerate(self.episodes) if episode.failed]:
+            self._end(n)
         self.stepping: dict[int, int] = {}  # key of a step -> episode
         self.ready: set[int] = set()  # episodes whose next turn begins when no step is running
-        first_of: dict[tuple[int, ...], int] = {}
+        first_of: dict[tuple[int, ...] | int, int] = {}
         for n in sorted(self.active):
-            first_of.setdefault(tuple(self.episodes[n].ids), n)
+            first_of.setdefault(tuple(self.episodes[n].ids) or n, n)
         firsts = set(first_of.values())
         rest = self.active - firsts
         for n in sorted(firsts):
@@ -177,36 +198,29 @@ class EpisodeRunner:
                 self._submit(n)
         self._progress = time.monotonic()
         while self.active:
-            if self.engine.busy:
+            if self.sampler.busy:
                 self._sample()
             self._answer()
-            if self.ready and not self.engine.busy and not self.stepping:
+            if self.ready and not self.sampler.busy and not self.stepping:
                 for n in sorted(self.ready):
                     self._submit(n)
                 self.ready.clear()
 
     def _start(self, task: VerifiableTask, env: TextEnv, prompt: Prompt | StepError) -> Episode:
-        episode, known = Episode(env), self._prompt_ids.get(id(task))
+        episode = Episode(env)
         if not isinstance(prompt, StepError):
+            episode.prompt = prompt
+            episode.messages = [] if isinstance(prompt, str) else [*prompt]
             try:
-                encode = self.example_tokenizer.prompt
-                ids = known[1] if known else encode(prompt, env.tools, env.chat_template_kwargs)
+                self.sampler.start(episode, task)
+            except ConfigError:
+                raise
             except Exception as error:  # of a chat template, or foreign messages
                 prompt = StepError(f"reset: {type(error).__name__}: {error}".splitlines()[0])
         if isinstance(prompt, StepError):
-            episode.append([self.example_tokenizer.tokenizer.end_ids[0]])
+            episode = Episode(env)
+            episode.append(self.sampler.empty_row)
             episode.fail(prompt.reason)
-            return episode
-        episode.prompt = prompt
-        if len(ids) >= self.engine.max_positions:
-            raise ConfigError(
-                f"the prompt of task {task.id!r} has {len(ids):,} ids, and the engine holds "
-                f"{self.engine.max_positions:,}",
-                expected="shorter prompts", do="leave it out, or increase max_seq_len",
-            )  # fmt: skip
-        self._prompt_ids[id(task)] = task, ids
-        episode.append(ids)
-        episode.messages = [] if isinstance(episode.prompt, str) else [*episode.prompt]
         return episode
 
     def _submit(self, n: int) -> None:
@@ -217,44 +231,31 @@ class EpisodeRunner:
             turn = [episode.turns] if episode.turns else []
             seed = derive(self.seed, self.first_index + n, *turn)
             sampling = sampling.model_copy(update={"seed": seed})
-        request = Request(
-            id=str(n), ids=tuple(episode.ids), sampling=sampling, stop_ids=self.example_tokenizer.stop_ids,
-            max_tokens=min(self.max_tokens, self.engine.max_positions - len(episode.ids)),
-        )  # fmt: skip
-        self.engine.add(request)
+        self.sampler.submit(n, episode, sampling)
 
     def _sample(self) -> None:
-        """Run one step of the engine, and start the environments of the replies that ended."""
-        for delta in self.engine.step():
-            episode = self.episodes[int(delta.request_id)]
-            for token in delta.tokens:
-                episode.ids.append(token.id)
-                episode.action_mask.append(True)
-                episode.log_probs.append(token.log_prob)
-                episode.versions.append(token.version)
-            if delta.finish_reason is not None:
-                self._step_environment(int(delta.request_id), delta)
+        """Advance the sampler, and start the environments of the replies that ended."""
+        for n in self.sampler.step(self.episodes):
+            if self.episodes[n].failed:
+                self._end(n)
+            else:
+                self._step_environment(n)
         self._progress = time.monotonic()
 
-    def _step_environment(self, n: int, delta: Delta) -> None:
+    def _step_environment(self, n: int) -> None:
         episode, key = self.episodes[n], next(self._keys)
-        start = episode.reply_start
-        text = self.example_tokenizer.decode(episode.ids[start:])
-        episode.reply = Reply(
-            text, delta.finish_reason == "stop", episode.ids[:start], episode.ids[start:], episode.log_probs[start:]
-        )  # fmt: skip
         episode.turns += 1
         self.stepping[key] = n
         seconds = self.config.step_seconds if self.config else None
         self.loop.submit(key, episode.env, tuple(episode.messages), episode.reply, seconds)
 
     def _answer(self) -> None:
-        """Process the turns that environments returned; wait for one if the engine is idle."""
+        """Process the turns that environments returned; wait for one if no reply is being sampled."""
         while found := self.loop.take():
             self._process(*found)
         if self.config is not None:
             self.loop.start_flush()
-        if self.engine.busy or not self.stepping:
+        if self.sampler.busy or not self.stepping:
             return
         if self.config is None and self.loop.awaits_flush:  # one batch for all completions
             self.loop.flush()
@@ -281,26 +282,26 @@ class EpisodeRunner:
                 else:
                     self.ready.add(n)
                 return
+        self._end(n)
+
+    def _end(self, n: int) -> None:
         self.active.discard(n)
+        self.on_end(n, self.episodes[n])
 
     def _continues(self, episode: Episode, turn: Turn) -> bool:
         """Append the messages of a turn and return whether the policy replies again; otherwise set the result."""
         limited = self.config is None or episode.turns >= self.config.max_turns
-        if turn.done or turn.truncated or limited or not episode.reply.finished:
+        if turn.done or turn.truncated or limited:
             episode.end(turn, terminated=turn.done and not turn.truncated)
             return False
         try:
-            env = episode.env
-            ids = self.example_tokenizer.after_reply(
-                episode.prompt, turn.messages, env.tools, env.chat_template_kwargs, stop_id=episode.ids[-1]
-            )
+            extended = self.sampler.extend(episode, turn.messages)
         except DataError as error:
             episode.fail(str(error).splitlines()[0])
             return False
-        if len(episode.ids) + len(ids) >= self.engine.max_positions:
+        if not extended:
             episode.end(turn, terminated=False)
             return False
-        episode.append(ids)
         reply = {"role": "assistant", "content": episode.reply.text}
         episode.messages += [reply, *turn.messages]
         return True

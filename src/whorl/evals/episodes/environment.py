@@ -5,7 +5,7 @@
     turn = await env.step(messages, reply)              after each reply, until `turn.done`
     await env.close()                                   once, after the last turn
 
-A verifier is the environment of one turn (`VerifierEnv`). `rl/episodes.py` drives the turns; the messages of a turn are
+A verifier is the environment of one turn (`VerifierEnv`). `runner.py` drives the turns; the messages of a turn are
 tokenized once and never enter the loss.
 
 The subtle point is waiting. All rollouts share one event loop, so a step that blocks it stops the others. A step awaits
@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from whorl.align.environments import ENVIRONMENTS, EnvironmentConfig
-from whorl.errors import ConfigError, DataError
+from whorl.errors import DataError
+from whorl.evals.episodes.config import EpisodeConfig
 from whorl.evals.model.example import Message
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.sandbox import Program, ProgramResult
@@ -86,6 +86,7 @@ class TextEnv(ABC):
     tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, for the chat template
     chat_template_kwargs: Mapping[str, Any] | None = None  # its further variables
     needs_sandbox = False  # whether it calls `services.run`
+    max_tokens: int | None = None  # of the next reply, where that is less than the sampler's limit
 
     def __init__(self, services: EnvServices) -> None:
         self.services = services
@@ -93,7 +94,7 @@ class TextEnv(ABC):
     def reset(self, task: VerifiableTask) -> Prompt | Awaitable[Prompt]:
         """Start the rollout of a task and return its prompt, which depends on the task alone.
 
-        It has a time limit (`EnvironmentConfig.reset_seconds`). One that waits is a coroutine, as a step.
+        It has a time limit (`EpisodeConfig.reset_seconds`). One that waits is a coroutine, as a step.
         """
         self.task, self.tools = task, (*self.tools, *task.tools)
         self.chat_template_kwargs = task.chat_template_kwargs
@@ -124,35 +125,9 @@ def verdict_info(verdict: Verdict) -> dict[str, Any]:
     return {"passed": verdict.passed, "failed": verdict.failed, "reason": verdict.reason}
 
 
-EnvFactory = Callable[[EnvServices], TextEnv]
-
-
-def load_environment(config: EnvironmentConfig | None) -> EnvFactory:
-    """Return a function that makes the environment of a rollout; None selects `VerifierEnv`.
-
-    Raises:
-        ConfigError: the environment cannot be imported, is no TextEnv, or rejects its options.
-    """
-    if config is None:
-        return VerifierEnv
-    made = ENVIRONMENTS.get(config.name)
-
-    def make(services: EnvServices) -> TextEnv:
-        try:
-            env = made(services, **config.options)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"environment {config.name!r} cannot be made: {error}",
-                expected="the arguments of its class", do="correct environment.options",
-            ) from error  # fmt: skip
-        if not isinstance(env, TextEnv):
-            raise ConfigError(
-                f"environment {config.name!r} is {type(env).__name__}",
-                expected="a subclass of whorl.align.rl.environment.TextEnv",
-            )
-        return env
-
-    return make
+def make_environment(config: EpisodeConfig | None, services: EnvServices) -> TextEnv:
+    """Return the environment of a rollout; None selects `VerifierEnv`. Raises ConfigError: it cannot be made."""
+    return VerifierEnv(services) if config is None else config.make(services)
 
 
 def check_prompt(prompt: object) -> Prompt:

@@ -25,19 +25,19 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from whorl.align.environments import EnvironmentConfig
-from whorl.align.rl.environment import (
+from whorl.errors import ConfigError
+from whorl.evals.episodes.config import EpisodeConfig
+from whorl.evals.episodes.environment import (
     Prompt,
     Reply,
     TextEnv,
     Turn,
     check_prompt,
     check_turn,
-    load_environment,
+    make_environment,
 )
-from whorl.errors import ConfigError
 from whorl.evals.model.example import Message
 from whorl.evals.verify import needs_sandbox, verify_all
 from whorl.evals.verify.task import Verdict, VerifiableTask
@@ -49,6 +49,14 @@ POLL_SECONDS = 0.002  # between two looks for requests of steps while the engine
 GRACE_SECONDS = 1.0  # beyond a limit
 BLOCKED = "{} ignores its limit: it blocks the event loop (use asyncio.to_thread) or is not cancellable"
 _limit: ContextVar[asyncio.Timeout | None] = ContextVar("limit", default=None)
+
+
+class ProgramRunner(Protocol):
+    """Runs programs, as a `Sandbox`."""
+
+    def run_all(self, programs: Sequence[Program]) -> list[ProgramResult]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class EnvLoop:
         sandbox: runs programs; None if no environment needs one.
     """
 
-    def __init__(self, verify: VerifyBatch, sandbox: Sandbox | None) -> None:
+    def __init__(self, verify: VerifyBatch, sandbox: ProgramRunner | None) -> None:
         self._verify, self._sandbox = verify, sandbox
         self._results: queue.SimpleQueue[tuple[int, Turn | StepError]] = queue.SimpleQueue()
         self.running: set[int] = set()
@@ -273,7 +281,7 @@ async def _reset(env: TextEnv, task: VerifiableTask) -> Prompt:
 
 
 def make_env_loop(
-    environment: EnvironmentConfig | None,
+    environment: EpisodeConfig | None,
     tasks: Sequence[VerifiableTask],
     verify: VerifyBatch | None = None,
     *,
@@ -283,7 +291,7 @@ def make_env_loop(
 
     verify: replaces the verifiers of the tasks. sandbox_workers: None uses all cores.
     """
-    env = load_environment(environment)(EnvLoop(verify_all, None))
+    env = make_environment(environment, EnvLoop(verify_all, None))
     sandbox = None
     if env.needs_sandbox or (verify is None and needs_sandbox(tasks)):
         sandbox = Sandbox() if sandbox_workers is None else Sandbox(workers=sandbox_workers)

@@ -1,0 +1,137 @@
+"""Samplers of the replies of episodes.
+
+EngineSampler     on ids: a reply keeps its sampled ids, and no text is tokenized twice
+BackendSampler    on messages: any model under evaluation, also an endpoint; equal requests come from the cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from whorl.engine.engine import Engine
+from whorl.engine.request import Request
+from whorl.engine.sampling_params import SamplingParams
+from whorl.errors import ConfigError
+from whorl.evals.episodes.environment import Reply
+from whorl.evals.episodes.runner import Episode
+from whorl.evals.model.example import ExampleTokenizer, Message
+from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Response
+from whorl.evals.verify.task import VerifiableTask
+
+
+class EngineSampler:
+    """A `ReplySampler` over an engine. max_tokens: ids of one reply."""
+
+    def __init__(self, engine: Engine, example_tokenizer: ExampleTokenizer, max_tokens: int) -> None:
+        self.engine, self.example_tokenizer, self.max_tokens = engine, example_tokenizer, max_tokens
+        self.empty_row: Sequence[int] = (example_tokenizer.tokenizer.end_ids[0],)
+        self._prompt_ids: dict[int, tuple[VerifiableTask, list[int]]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a reply is being sampled."""
+        return self.engine.busy
+
+    def start(self, episode: Episode, task: VerifiableTask) -> None:
+        """See `ReplySampler`."""
+        env, known = episode.env, self._prompt_ids.get(id(task))
+        encode = self.example_tokenizer.prompt
+        ids = known[1] if known else encode(episode.prompt, env.tools, env.chat_template_kwargs)
+        if len(ids) >= self.engine.max_positions:
+            raise ConfigError(
+                f"the prompt of task {task.id!r} has {len(ids):,} ids, and the engine holds "
+                f"{self.engine.max_positions:,}",
+                expected="shorter prompts", do="leave it out, or increase max_seq_len",
+            )  # fmt: skip
+        self._prompt_ids[id(task)] = task, ids
+        episode.append(ids)
+
+    def submit(self, n: int, episode: Episode, sampling: SamplingParams) -> None:
+        """See `ReplySampler`."""
+        limits = self.max_tokens, self.engine.max_positions - len(episode.ids), episode.env.max_tokens
+        self.engine.add(Request(
+            id=str(n), ids=tuple(episode.ids), sampling=sampling, stop_ids=self.example_tokenizer.stop_ids,
+            max_tokens=min(each for each in limits if each is not None),
+        ))  # fmt: skip
+
+    def step(self, episodes: Sequence[Episode]) -> list[int]:
+        """See `ReplySampler`: one step of the engine."""
+        ended = []
+        for delta in self.engine.step():
+            episode = episodes[int(delta.request_id)]
+            for token in delta.tokens:
+                episode.ids.append(token.id)
+                episode.action_mask.append(True)
+                episode.log_probs.append(token.log_prob)
+                episode.versions.append(token.version)
+            if delta.finish_reason is not None:
+                ids, start = episode.ids, episode.reply_start
+                text = self.example_tokenizer.decode(ids[start:])
+                is_stopped = delta.finish_reason == "stop"
+                episode.reply = Reply(text, is_stopped, ids[:start], ids[start:], episode.log_probs[start:])
+                ended.append(int(delta.request_id))
+        return ended
+
+    def extend(self, episode: Episode, messages: Sequence[Message]) -> bool:
+        """See `ReplySampler`: not after a reply without an end, nor beyond the context."""
+        if not episode.reply.finished:
+            return False
+        env = episode.env
+        ids = self.example_tokenizer.after_reply(
+            episode.prompt, messages, env.tools, env.chat_template_kwargs, stop_id=episode.ids[-1]
+        )
+        if len(episode.ids) + len(ids) >= self.engine.max_positions:
+            return False
+        episode.append(ids)
+        return True
+
+
+class BackendSampler:
+    """A `ReplySampler` over a back end, for environments whose prompt is a conversation.
+
+    Args:
+        respond: returns the responses of requests, in order.
+        requests: settings of the replies of each episode; their prompt is not used.
+    """
+
+    empty_row: Sequence[int] = ()
+
+    def __init__(
+        self,
+        respond: Callable[[Sequence[GenerateRequest]], Sequence[Response]],
+        requests: Sequence[GenerateRequest],
+    ) -> None:
+        self.respond, self.requests = respond, requests
+        self._waiting: dict[int, GenerateRequest] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait."""
+        return bool(self._waiting)
+
+    def start(self, episode: Episode, task: VerifiableTask) -> None:
+        """See `ReplySampler`: the messages are the prompt."""
+
+    def submit(self, n: int, episode: Episode, sampling: SamplingParams) -> None:
+        """See `ReplySampler`. The requests of the episodes replace `sampling`."""
+        each, own = self.requests[n], episode.env.max_tokens
+        limit = each.max_tokens if own is None else min(each.max_tokens, own)
+        self._waiting[n] = replace(each, prompt=tuple(episode.messages), max_tokens=limit)
+
+    def step(self, episodes: Sequence[Episode]) -> list[int]:
+        """See `ReplySampler`: all waiting requests are answered together."""
+        waiting, self._waiting = self._waiting, {}
+        for n, response in zip(waiting, self.respond(list(waiting.values())), strict=True):
+            if isinstance(response, Completion):
+                finished = response.finish == "stop"
+                episodes[n].reply = Reply(
+                    response.text, finished, ids=response.ids, log_probs=response.log_probs
+                )
+            else:
+                episodes[n].fail(response.reason if isinstance(response, Missing) else "no completion")
+        return list(waiting)
+
+    def extend(self, episode: Episode, messages: Sequence[Message]) -> bool:
+        """See `ReplySampler`: a reply without an end is a message too."""
+        return True
