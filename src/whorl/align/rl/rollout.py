@@ -39,9 +39,7 @@ from whorl.align.preference.reward_model import load_reward_verifier
 from whorl.align.rl.config import AsyncRolloutConfig, RolloutConfig
 from whorl.align.rl.replicas import ReplicaGroup, worker_devices
 from whorl.align.stage.io import load_example_tokenizer
-from whorl.evals.episodes.env_loop import make_env_loop
-from whorl.evals.episodes.runner import Episode, EpisodeRunner
-from whorl.evals.episodes.samplers import EngineSampler
+from whorl.evals.episodes import EngineSampler, Episode, EpisodeRunner, make_env_loop
 from whorl.evals.model.sampling import policy_sampling
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.models import TransformerConfig, make_model

@@ -51,7 +51,7 @@ BLOCKED = "{} ignores its limit: it blocks the event loop (use asyncio.to_thread
 _limit: ContextVar[asyncio.Timeout | None] = ContextVar("limit", default=None)
 
 
-class ProgramRunner(Protocol):
+class ProgramSandbox(Protocol):
     """Runs programs, as a `Sandbox`."""
 
     def run_all(self, programs: Sequence[Program]) -> list[ProgramResult]: ...
@@ -82,7 +82,7 @@ class EnvLoop:
         sandbox: runs programs; None if no environment needs one.
     """
 
-    def __init__(self, verify: VerifyBatch, sandbox: ProgramRunner | None) -> None:
+    def __init__(self, verify: VerifyBatch, sandbox: ProgramSandbox | None) -> None:
         self._verify, self._sandbox = verify, sandbox
         self._results: queue.SimpleQueue[tuple[int, Turn | StepError]] = queue.SimpleQueue()
         self.running: set[int] = set()
