@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from whorl.store import Store
 from whorl.train.job import Job
 from whorl.train.profiling import product_table
 from whorl.train.profiling.products import Bounds
-from whorl.train.profiling.step_parts import StepPart, StepTable
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +28,6 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = Bounds(dict.fromkeys(("float32", "bfloat16", "int8"), 1e11), {1 << 20: 1e10})
     monkeypatch.setattr(product_table, "measure_bounds", lambda threads: bounds)
     monkeypatch.setattr(product_table, "DECODING_ROWS", (1,))
-    step = StepTable("a training step", 1e-3, [StepPart("attention: matmul", 9e-4, 4e-4, "linear=native")])
-    monkeypatch.setattr(product_table.ProductTimes, "training_step", lambda *_: step)
     for variable in (FORCE, "WHORL_HOME", "WHORL_THREADS"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -41,8 +37,6 @@ def test_machine_prints_products_of_a_shape(tmp_path: Path, monkeypatch: pytest.
     assert "usable cores" in printed and "GEMM in GFLOP/s" in printed and "AMX: " in printed
     assert "weight_gradient up 256x" in printed and "decode head 1x64x128 bf16" in printed
     assert "of the bound" in printed and "engine_step 2x64/128" in printed
-    assert re.search(r"attention: matmul +900 +90\.0% +44% +linear=native\nrest +100 +10\.0%", printed)
-    assert "decoding step, 1 rows of 128 tokens, bfloat16: " in printed and "\nsampler " in printed
     monkeypatch.setenv(FORCE, "engine_step=looped")
     assert "'looped' is impossible" in refuse(tmp_path, "machine", "2x64/128/4x32")
 
@@ -60,13 +54,7 @@ def test_machine_json_of_a_model_and_of_a_plan(tmp_path: Path) -> None:
     found = json.loads(succeed(tmp_path, "machine", *words).stdout)
     assert (found["rows"], found["length"], found["replicas"]) == (4, 16, 2)
     assert found["shape"].startswith("run/pretrain (")
-    assert (
-        not found["decoding"]
-        and not found["decoding_steps"]
-        and "-" in found["kind"]
-        and found["left_out"] == []
-    )
-    assert found["training_step"][0]["accounted"] == pytest.approx(0.9)
+    assert not found["decoding"] and "-" in found["kind"] and found["left_out"] == []
     line = next(line for line in found["training"] if line["name"].startswith("forward"))
     assert line["chosen"] in line["rates"] and line["share_of_bound"] > 0 and "qkv 32x64x" in line["name"]
     found = json.loads(succeed(tmp_path, "machine", "--step", "decoding", "--json").stdout)

@@ -48,16 +48,12 @@ def machine(
     """Measure this machine, and time every matrix product of a model in each way to compute it.
 
     The first lines are the choices that training and the engine make by timing when they begin: attention, mlp, head,
-    orthogonalize and others, and engine_step. They are kept for this machine. The other lines are single products of a
+    orthogonalize and others, and engine_step. They are kept for this machine. The other lines are the linear layers of a
     step. In training they run in the first way; the other ways show what a choice could gain. A line without calls is a
     part of another one, or no matrix product.
 
     The bound is the best measured GEMM rate of the type, or the memory bandwidth. Low shares in lines with many calls show
-    what limits a step.
-
-    Below them are whole steps by parts, with norms, loss, optimizer, sampler and Python. The training step is compiled,
-    which takes up to a minute, and profiled while all replicas run. The engine's steps have 1 to 128 rows, in fp32, bf16 and
-    int8. The line "rest" is the time that no part has.
+    what limits a step. `whorl profile` traces a whole training step.
 
     WHORL_CHOOSE=attention=blocked,head=512 forces choices of training and engine, by the first word of their lines, as
     `--set kernels.attention=blocked` does in `whorl run`.
@@ -77,7 +73,6 @@ def machine(
     from whorl.models.transformer_cost import unlisted_parts
     from whorl.store import Store
     from whorl.train.profiling.product_table import ProductTimes
-    from whorl.train.profiling.step_parts import format_step
 
     if step not in ("training", "decoding", "both"):
         raise ConfigError(f"--step {step}", expected=one_of(step, ("training", "decoding", "both")))
@@ -94,24 +89,19 @@ def machine(
     if rows % replicas:
         raise ConfigError(f"--replicas {replicas}", expected=f"a divisor of the {rows} rows")
     timed = ProductTimes(
-        model, rows // replicas, length, found.dtype, max(1, found.threads // replicas), found.cores, replicas
+        model, rows // replicas, length, found.dtype, max(1, found.threads // replicas), found.cores
     )
     lines = {
         "training": timed.training(refresh) if step != "decoding" else [],
         "decoding": timed.decoding(refresh) if step != "training" else [],
     }
-    steps = {
-        "training_step": [timed.training_step(lines["training"])] if step != "decoding" else [],
-        "decoding_steps": timed.decoding_steps() if step != "training" else [],
-    }
     sizes_of_step = {"shape": source, "rows": rows, "length": length, "replicas": replicas}
     about = {**describe_machine(found), **sizes_of_step}
     if as_json:
-        made = {name: [line.to_json() for line in of_step] for name, of_step in (lines | steps).items()}
+        made = {name: [line.to_json() for line in of_step] for name, of_step in lines.items()}
         print(json.dumps({**about, "left_out": unlisted_parts(model), **made}, indent=1))
     else:
         print(format_table(about, lines, unlisted_parts(model)))
-        print("".join(f"\n{format_step(table)}\n" for tables in steps.values() for table in tables))
 
 
 def find_shape(given: str | None, store: Store) -> tuple[TransformerConfig, str, tuple[int, int]]:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from whorl.train.profiling.profiler import Profile
 
 
+ROWS = 25  # of the table
+
+
 def profile(
     recipe: Annotated[str, typer.Argument(help="A packaged recipe (see `whorl recipes`) or a .toml file.")],
     steps: Annotated[int, typer.Option(min=1, help="Timed steps; as many again are traced.")] = 8,
@@ -78,9 +81,6 @@ def profile(
 
 def profile_table(found: Profile) -> str:
     """Return the profile as text."""
-    from whorl.train.profiling.trace import CLASSES
-
-    total_seconds = found.traced_seconds or 1.0
     per_replica = f"{found.replicas} replicas, each " if found.replicas > 1 else ""
     mode = "compiled" if found.compiled else "eager"
     overhead = found.traced_seconds / found.step_seconds - 1
@@ -93,43 +93,33 @@ def profile_table(found: Profile) -> str:
         f"{found.machine_flops / 1e9:,.0f} measured now.",
         f"Peaks of {'one replica' if found.replicas > 1 else 'this machine'} now: {peaks}; memory bandwidth "
         f"{found.bandwidth / 1e9:,.1f} GB/s.",
+        "Phases: " + ", ".join(f"{name} {_format_ms(s)} ms" for name, s in found.phases.items()) + ".",
     ]
     if found.compiled:
         lines.append(f"Compilation took {found.compile_seconds:.1f} s and is not included below.")
+    time = "GPU time" if found.on_device else "time"
     lines += [
-        f"Traced, a step took {_format_ms(found.traced_seconds)} ms ({overhead:+.0%}); the tables show "
-        + ("traced steps, in GPU time." if found.on_device else "the faster half of the traced steps."),
+        f"Traced, a step took {_format_ms(found.traced_seconds)} ms ({overhead:+.0%}).",
         "",
-        f"{'part of a step':<20}{'forward':>12}{'backward':>12}{'share':>9}",
+        f"{'operation':<44} {'shapes':<34}{'calls':>7}{time + ', ms':>13}{'share':>8}{'GFLOP':>8}{'GFLOP/s':>9}"
+        f"{'of peak':>9}",
     ]
-    for part, both in found.parts.items():
-        total = both["forward"] + both["backward"]
-        if total:
-            back = f"{_format_ms(both['backward']):>9} ms" if both["backward"] else ""
-            lines.append(
-                f"{part:<20}{_format_ms(both['forward']):>9} ms{back:>12}{total / total_seconds:>9.1%}"
-            )
-    lines += [
-        f"Named parts are {found.accounted:.1%} of a step; dispatch is compiled code outside of its kernels.",
-        "",
-        f"{'operators':<20}{'time':>12}{'share':>9}{'calls':>7}{'GFLOP':>9}{'MB':>9}{'FLOP/B':>8}{'bound':>12}{'reached':>9}",
-    ]
-    for kind in CLASSES:
-        cost = found.classes.get(kind)
-        if cost is None or not cost.seconds:
-            continue
-        line = f"{kind:<20}{_format_ms(cost.seconds):>9} ms{cost.seconds / total_seconds:>9.1%}{cost.calls:>7.0f}"
-        if cost.bytes:
-            bound = found.roofline_seconds(kind)
-            line += f"{cost.flops / 1e9:>9.2f}{cost.bytes / 1e6:>9.1f}{cost.flops / cost.bytes:>8.1f}"
-            line += f"{_format_ms(bound):>9} ms{bound / cost.seconds:>9.0%}"
+    total = sum(operation.seconds for operation in found.operations) or 1.0
+    for operation in found.operations[:ROWS]:
+        line = f"{operation.name[:44]:<44} {operation.shapes[:33]:<34}{operation.calls:>7.0f}"
+        line += f"{_format_ms(operation.seconds):>13}{operation.seconds / total:>8.1%}"
+        if operation.flops:
+            line += f"{operation.flops / 1e9:>8.2f}{operation.flops / operation.seconds / 1e9:>9,.0f}"
+            line += f"{found.share_of_peak(operation):>9.0%}"
         lines.append(line)
+    rest = sum(operation.seconds for operation in found.operations[ROWS:])
+    lines.append(f"{'others':<86}{_format_ms(rest):>13}{rest / total:>8.1%}")
     return "\n".join(
         [
             *lines,
             "",
-            "bound: roofline time, the larger of FLOPs over peak FLOP/s and bytes over bandwidth; above 100 % reached, the",
-            "data came from a cache. The head computes its gradient in the forward pass. framework: Python and dispatch.",
+            "The time of an operation is without that of the operations in it. `whorl: PHASE` is Python, and C++ that is no",
+            "operator of torch, such as the optimizer's passes; `graph_N_...` is a compiled kernel. --json lists all.",
             f"trace: {found.trace}",
             "       open it at https://ui.perfetto.dev (Open trace file; the file is not uploaded) or in chrome://tracing",
         ]

@@ -59,7 +59,6 @@ def declare_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
         ("pack_codes", None, [p, p, p, i32]),
         ("open", p, []),
         ("close", None, [p]),
-        ("profile", None, [p, p]),
         ("product", i32, [p, p, p, i64, p, i32, ctypes.c_float, i32]),
         ("step", i32, [p, p, p, p, i32]),
         ("sample", i32, [p, p, i64, i64, p, i32]),

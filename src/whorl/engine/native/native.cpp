@@ -120,7 +120,7 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
         int64_t(step.pieces.size()), int64_t(step.last_pieces.size()), split,
         floats(step.x, n * d), floats(step.normed, threads * normed), floats(step.qkv, n * qkv), floats(step.y, n * y),
         floats(step.hidden, n * hidden), branch ? floats(step.branch, n * d) : nullptr,
-        floats(step.attention, threads * room), shortens ? floats(step.last, (m + 1) * d) : nullptr, d, normed, 0, room, threads, step.seconds,
+        floats(step.attention, threads * room), shortens ? floats(step.last, (m + 1) * d) : nullptr, d, normed, 0, room, threads,
     };
     step.pool.together(threads, size_t(10 * model.n_layers + 4), [one, logits](Team& team) {
         Run<T> mine = one;
@@ -193,9 +193,6 @@ void whorl_pack_codes(const Matrix* w, const int8_t* codes, const float* scales,
 
 void* whorl_open() { return new (std::nothrow) Step; }
 void whorl_close(void* step) { delete (Step*)step; }
-
-// Adds the time of later steps' parts to seconds [N_PARTS], of the calling thread; null: no longer.
-void whorl_profile(void* step, double* seconds) { ((Step*)step)->seconds = seconds; }
 
 // y [m][n] = x [m][k] w^T; cap: of logits, or 0.
 int32_t whorl_product(void* step, const Matrix* w, const float* x, int64_t m, float* y, int32_t activation, float cap,

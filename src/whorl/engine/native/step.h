@@ -23,11 +23,6 @@
 
 #include "model.h"
 
-#include <chrono>
-
-// Parts of the time of a step, by `whorl_profile`; in Python: layout.PARTS.
-enum Part : int32_t { EMBED, QKV, ATTEND, OUT, UP, DOWN, NORMS, HEAD, N_PARTS };
-
 constexpr int TASKS_PER_THREAD = 8;  // of attention, at least
 
 struct Piece {
@@ -36,7 +31,6 @@ struct Piece {
 };
 
 struct Step {
-    double* seconds = nullptr;  // [N_PARTS], of the calling thread; null: not measured
     Room x, normed, qkv, y, hidden, branch, attention, last, weights;
     ReadyRoom input, second, between, chosen;
     std::vector<Piece> pieces, last_pieces;
@@ -63,16 +57,6 @@ struct Run {
     float* last;  // [W][d_model], the residual stream of the positions with logits; null if the last layer computes all
     int64_t d, normed_room, qkv_width, attention_floats;
     int threads;
-    double* seconds;
-    std::chrono::steady_clock::time_point since{};
-
-    // Adds the time since the last call to one part.
-    void count(const Team& team, Part part) {
-        if (!seconds || team.id) return;
-        const auto now = std::chrono::steady_clock::now();
-        seconds[part] += std::chrono::duration<double>(now - since).count();
-        since = now;
-    }
 
     static Cache<T> cache_of(const LayerCache& kept) {
         return {(T*)kept.k, (T*)kept.v, kept.k_scale, kept.v_scale, kept.page, kept.head, kept.position};
@@ -182,7 +166,6 @@ struct Run {
             normalise(after, branch + t * d, d, branch + t * d);
             for (int64_t c = 0; c < d; c++) x[t * d + c] += branch[t * d + c];
         };
-        since = std::chrono::steady_clock::now();
         team.share(n_pieces, [&](int64_t p) {
             const Piece& piece = pieces[p];
             for (int64_t i = piece.from; i < piece.to; i++) {
@@ -190,14 +173,12 @@ struct Run {
                 ready_layer(layers[0], batch.starts[piece.row] + i);
             }
         });
-        count(team, EMBED);
         for (int64_t l = 0; l < model.n_layers; l++) {
             const Layer& layer = layers[l];
             const LayerCache& kept = batch.caches[l];
             const Heads& h = layer.heads;
             qkv_width = layer.qkv.n;
             product(team, layer.qkv, input.rows(layer.qkv), n, {PUT, qkv, qkv_width});
-            count(team, QKV);
             float* room = attention + team.id * attention_floats;
             const bool shortened = last && l + 1 == model.n_layers;
             // work(piece, key head, number of heads) for each piece and some heads.
@@ -214,13 +195,12 @@ struct Run {
             };
             const bool separate = split || shortened;
             if (separate) share_heads(pieces, n_pieces, turn_heads);
-            if (shortened && !batch.wanted) return count(team, ATTEND);
+            if (shortened && !batch.wanted) return;
             share_heads(shortened ? last_pieces : pieces, shortened ? n_last_pieces : n_pieces,
                         [&](const Piece& piece, int64_t kv, int n_kv) {
                             if (!separate) turn_heads(piece, kv, n_kv);
                             attend_piece(layer, kept, piece, kv, n_kv, room);
                         });
-            count(team, ATTEND);
             if (shortened) n = batch.wanted;
             team.share_rows(n, [&](int64_t t) {
                 const int64_t from = shortened ? batch.which[t] : t;
@@ -228,31 +208,24 @@ struct Run {
                 ready_row(layer.out, between.rows(layer.out), t, y + from * layer.out.k);
             });
             if (shortened) x = last;
-            count(team, NORMS);
             product(team, layer.out, between.rows(layer.out), n,
                     layer.mixer_after.kind ? Target{PUT, branch, d} : Target{ADD, x, d});
-            count(team, OUT);
             if (!model.parallel)
                 team.share_rows(n, [&](int64_t t) {
                     add_normed(layer.mixer_after, t);
                     normalise(layer.mlp_norm, x + t * d, d, own(team));
                     ready_row(layer.up, second.rows(layer.up), t, own(team));
                 });
-            count(team, NORMS);
             product(team, layer.up, second.rows(layer.up), n,
                     {ACTIVATE, hidden, layer.down.k, ::Activation(layer.activation)});
-            count(team, UP);
             team.share_rows(n, [&](int64_t t) { ready_row(layer.down, between.rows(layer.down), t, hidden + t * layer.down.k); });
-            count(team, NORMS);
             product(team, layer.down, between.rows(layer.down), n,
                     layer.mlp_after.kind ? Target{PUT, branch, d} : Target{ADD, x, d});
-            count(team, DOWN);
             if (layer.mlp_after.kind || l + 1 < model.n_layers)
                 team.share_rows(n, [&](int64_t t) {
                     add_normed(layer.mlp_after, t);
                     if (l + 1 < model.n_layers) ready_layer(layers[l + 1], t);
                 });
-            count(team, NORMS);
         }
         if (batch.hidden)
             team.share_rows(n, [&](int64_t t) { normalise(model.final_norm, x + t * d, d, batch.hidden + t * d); });
@@ -264,6 +237,5 @@ struct Run {
         Target to{PUT, logits, model.vocab};
         to.cap = model.logit_softcap;
         product(team, model.head, chosen.rows(model.head), batch.wanted, to);
-        count(team, HEAD);
     }
 };

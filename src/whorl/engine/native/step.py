@@ -183,18 +183,6 @@ class NativeStep:
                 f"the native step was given {ERROR_MESSAGES[status]}", expected="a batch of this engine"
             )
 
-    @contextmanager
-    def profiled(self) -> Iterator[dict[str, float]]:
-        """Within the context, measure the parts of the steps; the dict has the seconds of each at its end."""
-        seconds = (ctypes.c_double * len(layout.PARTS))()
-        found: dict[str, float] = {}
-        self.library.whorl_profile(self.handle, ctypes.addressof(seconds))
-        try:
-            yield found
-        finally:
-            self.library.whorl_profile(self.handle, None)
-            found.update(zip(layout.PARTS, seconds, strict=True))
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [W, vocab] fp32 of hidden states [W, d_model], by the packed head."""
         x = hidden.float().contiguous()

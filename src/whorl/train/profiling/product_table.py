@@ -5,10 +5,7 @@ bandwidth of a copy of as many bytes. Both are measured with its number of threa
 cache. A training product may run in fp32 too, and takes the better rate. A product that beats a rate raises it.
 
 Training products run with the threads of one replica. A decoding product runs in its type by torch and by the native
-library, with one thread and with all.
-
-Two kinds of lines: what training and the engine choose by timing (`step_choices.py`), and the single products in it, which
-run in the first way; their other ways show what a choice could gain.
+library, with one thread and with all. Linear layers run in the first way; their other ways show what a choice could gain.
 """
 
 from __future__ import annotations
@@ -16,9 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -32,15 +26,16 @@ from whorl.machine.kernel_choice import ChoiceRequest, TimedChoice, timed_choice
 from whorl.models import TransformerConfig
 from whorl.models.transformer_cost import linear_shapes
 from whorl.train.config import OptimConfig
-from whorl.train.job import Job
-from whorl.train.profiling.decoding_step import decoding_steps
-from whorl.train.profiling.products import Bounds, MatrixProduct, Way, training_products
-from whorl.train.profiling.profiler import profile
-from whorl.train.profiling.step_choices import engine_choices, training_choices
-from whorl.train.profiling.step_parts import StepTable, training_step
+from whorl.train.profiling.products import (
+    Bounds,
+    MatrixProduct,
+    Way,
+    engine_choices,
+    linear_products,
+    training_choices,
+)
 
 DECODING_ROWS = (1, 8, 32, 128)
-PROFILED_STEPS = 8
 DECODING_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "int8": "int8"}
 COPY_BYTES = tuple(1 << power for power in range(15, 26, 2))  # from the first level of caches to memory
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -113,7 +108,7 @@ class ProductTimes:
     """Times the products of a model.
 
     rows, length: of one replica's training step. dtype: of its activations. threads: of one replica. cores: the most
-    threads of a decoding step. replicas: of a training step.
+    threads of a decoding step.
     """
 
     model: TransformerConfig
@@ -122,27 +117,26 @@ class ProductTimes:
     dtype: str
     threads: int
     cores: int
-    replicas: int = 1
 
     def training(self, refresh: bool = False) -> list[TimedProduct]:
-        """Time a training step: its choices, if it makes any, and its single products.
+        """Time a training step: its choices and the products of its linear layers. dtype is one of CPU_DTYPES.
 
         Raises:
             ConfigError: WHORL_CHOOSE forces a candidate that does not exist or cannot run.
         """
-        every = OptimConfig().muon_every
-        products = list(training_products(self.model, self.rows, self.length, self.dtype, every))
         bounds = {self.threads: measure_bounds(self.threads)}
         with _threads(self.threads):
-            choices = []
-            if self.dtype in ("bfloat16", "float32"):
-                dtype = getattr(torch, self.dtype)
-                choices = training_choices(self.model, self.rows, self.length, every, dtype)
+            choices = training_choices(
+                self.model, self.rows, self.length, OptimConfig().muon_every, getattr(torch, self.dtype)
+            )
             found = [
                 _time_choice(request, calls, self.dtype, self.threads, refresh) for request, calls in choices
             ]
-            made = {line.name.partition(" ")[0] for line in found if line.calls}
-            found += time_products(_without_parts(products, made), self.threads, refresh)
+            in_mlp = any(line.calls and line.name.startswith("mlp ") for line in found)
+            for product in linear_products(self.model, self.rows * self.length, self.dtype):
+                line = _time_product(product, self.threads, refresh)
+                is_part = in_mlp and product.name.split()[1] in ("up", "down")
+                found.append(replace(line, calls=0) if is_part else line)
         return _with_bounds(found, bounds, {line.dtype: ("float32", line.dtype) for line in found})
 
     def decoding(self, refresh: bool = False) -> list[TimedProduct]:
@@ -156,33 +150,10 @@ class ProductTimes:
                 _time_choice(request, 0, request.name.rpartition(" ")[2], self.cores, refresh)
                 for request in engine_choices(self.model)
             ]
-        return found + time_decoding(self.model, self.decoding_bounds, DECODING_ROWS, refresh)
-
-    @cached_property
-    def decoding_bounds(self) -> dict[int, Bounds]:
-        """Bounds with one thread and with all."""
         bounds = {1: measure_bounds(1)}
         if self.cores > 1:
             bounds[self.cores] = measure_bounds(self.cores).at_least(bounds[1])
-        return bounds
-
-    def training_step(self, lines: Iterable[TimedProduct]) -> StepTable:
-        """Profile compiled steps of all replicas on random ids. lines: of `training`, for the choices."""
-        job = Job(
-            tokens="", model=self.model, seq_len=self.length, batch_size=self.rows * self.replicas, steps=1000,
-            replicas=self.replicas, threads=self.threads, dtype=self.dtype,
-        )  # fmt: skip
-        with TemporaryDirectory() as folder:
-            found = profile(job, Path(folder) / "trace.json.gz", steps=PROFILED_STEPS)
-        choices: dict[str, set[str]] = {}
-        for line in lines:
-            choices.setdefault(line.name.partition(" ")[0], set()).add(line.chosen)
-        return training_step(found, choices)
-
-    def decoding_steps(self) -> list[StepTable]:
-        """Time the parts of decoding steps of DECODING_ROWS rows (`decoding_step.py`)."""
-        with _threads(self.cores), torch.inference_mode():
-            return list(decoding_steps(self.model, self.decoding_bounds, DECODING_ROWS))
+        return found + time_decoding(self.model, bounds, DECODING_ROWS, refresh)
 
 
 @contextmanager
@@ -195,20 +166,6 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _without_parts(products: Iterable[MatrixProduct], made: set[str]) -> Iterator[MatrixProduct]:
-    """Yield the products; those that are parts of a choice (made: its operations) have 0 calls, copies are left out."""
-    for product in products:
-        operation, operand, *_ = product.name.split()
-        if (operation == "head" and "head" in made) or (operation == "muon" and "orthogonalize" in made):
-            continue
-        is_part = (
-            "attention" in made
-            if operation == "attention_product"
-            else "mlp" in made and operand in ("up", "down")
-        )
-        yield replace(product, calls=0) if is_part else product
-
-
 def _time_choice(request: ChoiceRequest, calls: int, dtype: str, threads: int, refresh: bool) -> TimedProduct:
     timed = timed_choice(request.name, request.candidates, flops=request.flops, refresh=refresh)
     chosen = forced_candidate(request.name) or timed.chosen
@@ -217,28 +174,14 @@ def _time_choice(request: ChoiceRequest, calls: int, dtype: str, threads: int, r
     )
 
 
-def time_products(
-    products: Iterable[MatrixProduct], threads: int, refresh: bool = False
-) -> list[TimedProduct]:
-    """Time single products, which run in the first way, with torch's number of threads; without their bounds."""
-    found = []
+def _time_product(product: MatrixProduct, threads: int, refresh: bool) -> TimedProduct:
+    """Time a product, which runs in the first way, with torch's number of threads; without its bound."""
     with torch.no_grad():
-        for product in products:
-            timed = timed_choice(product.name, product.ways(), flops=product.flops, refresh=refresh)
-            found.append(
-                TimedProduct(
-                    product.name,
-                    product.dtype,
-                    product.calls,
-                    timed.seconds,
-                    timed.dropped,
-                    next(iter(timed.seconds)),
-                    threads,
-                    flops=product.flops,
-                    bytes=product.bytes,
-                )
-            )
-    return found
+        timed = timed_choice(product.name, product.ways(), flops=product.flops, refresh=refresh)
+    return TimedProduct(
+        product.name, product.dtype, product.calls, timed.seconds, timed.dropped, next(iter(timed.seconds)), threads,
+        flops=product.flops, bytes=product.bytes,
+    )  # fmt: skip
 
 
 def time_decoding(

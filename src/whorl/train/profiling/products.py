@@ -1,13 +1,12 @@
-"""The matrix products of a training step and of a decoding step of a transformer, with the ways to compute each.
+"""The products of a training step and of a decoding step, with the ways to compute each.
 
-A linear layer with a weight [n, k] and m tokens has three products in training, each of 2 m n k FLOPs:
+Two kinds: what training and the engine choose by timing when they begin (attention, MLP, head, Muon, the optimizer's passes,
+the engine's step), and the linear layers. A linear layer with a weight [n, k] and m tokens has three products in training,
+each of 2 m n k FLOPs:
 
     forward           y  = x W^T     [m, k] [k, n]
     input gradient    dx = dy W      [m, n] [n, k]
     weight gradient   dW = dy^T x    [n, m] [m, k]
-
-The head and its loss work by chunks of tokens (`objectives/next_token.py`), attention by blocks of queries in batches of
-rows times heads (`nn/attention/causal.py`), Muon by batches of matrices of equal shape (`train/optim/optimizers.py`).
 
 The subtle point: a candidate pays for all it needs. The copy of a transposed operand, and the casts of operands and result
 to another type, are part of the time.
@@ -15,6 +14,7 @@ to another type, are part of the time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -22,25 +22,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from whorl.engine.cache.layer_cache import page_windows
+from whorl.engine.native import unsupported_reason
+from whorl.engine.native.candidates import WEIGHT_DTYPES
+from whorl.engine.native.runner import make_runner
 from whorl.machine.device_probe import DTYPE_ABBREVIATIONS
-from whorl.models.transformer_config import AttentionConfig, TransformerConfig
-from whorl.models.transformer_cost import attention_layers, linear_shapes
-from whorl.nn.attention.causal import QUERY_BLOCK
-from whorl.objectives.next_token import CHUNK_LOGITS, MIN_CHUNK_TOKENS
+from whorl.machine.kernel_choice import ChoiceRequest, listed_requests
+from whorl.models import TransformerConfig, make_model
+from whorl.models.transformer_cost import linear_shapes
+from whorl.nn import mlp
+from whorl.nn.attention.multi_head import MultiHeadAttention
+from whorl.nn.compiler import meta_device
+from whorl.nn.native.orthogonalize import choose_orthogonalize
+from whorl.train.lm.kernels import choose_step_kernels
 from whorl.train.optim.optimizers import POLAR_EXPRESS, orthogonalize
 
 Way = Callable[[], object]
-HEAD_CHUNKS = (128, 256, 512, 1024)
-MAX_HEAD_TOKENS = 2048  # timed tokens of the head: its time is proportional to them
+PAGE_SIZE, PAGES, ROWS = 16, 8, 8  # of the engine's timed steps
 
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """One product, or a group that is chosen together.
+    """One product of a linear layer.
 
     Attributes:
-        name: operation, operand and sizes; the name of its choice.
-        shape: rows x inner x outer, with the batch before.
+        name: operation, layer and sizes.
         dtype: of the operands.
         calls: a step's number of such products.
         flops, bytes: of one call; bytes are the operands and the result, once.
@@ -48,7 +54,6 @@ class MatrixProduct:
     """
 
     name: str
-    shape: str
     dtype: str
     calls: int
     flops: float
@@ -56,53 +61,10 @@ class MatrixProduct:
     ways: Callable[[], dict[str, Way]] = field(repr=False, compare=False)
 
 
-def training_products(
-    model: TransformerConfig, rows: int, length: int, dtype: str, muon_every: int = 1
-) -> Iterator[MatrixProduct]:
-    """Yield the products of one replica's training step on `rows` of `length` tokens.
-
-    Args:
-        dtype: of activations.
-        muon_every: steps in which each matrix is orthogonalized once.
-    """
-    tokens = rows * length
-    layers = linear_shapes(model)
-    for name, (n, k, calls) in layers.items():
+def linear_products(model: TransformerConfig, tokens: int, dtype: str) -> Iterator[MatrixProduct]:
+    """Yield the products of the linear layers of a training step on `tokens` tokens. dtype: of activations."""
+    for name, (n, k, calls) in linear_shapes(model).items():
         yield from _linear(name, tokens, n, k, dtype, calls)
-    yield _head(model, tokens, dtype)
-    heads = attention_layers(model)
-    for mixer in dict.fromkeys(heads):
-        yield from _attention(mixer, rows, length, dtype, heads.count(mixer))
-    for count, short, long in muon_batches(model, muon_every):
-        yield _muon(count, short, long, dtype)
-
-
-def muon_batches(model: TransformerConfig, muon_every: int) -> list[tuple[int, int, int]]:
-    """Return the batches of matrices of one shape that a step orthogonalizes: number, shorter side, longer side."""
-    shapes: dict[tuple[int, int], int] = {}
-    for n, k, calls in linear_shapes(model).values():
-        shapes[min(n, k), max(n, k)] = shapes.get((min(n, k), max(n, k)), 0) + calls
-    return [(max(1, round(count / muon_every)), *sides) for sides, count in shapes.items()]
-
-
-def _name(operation: str, operand: str, shape: str, dtype: str) -> str:
-    return f"{operation} {operand} {shape} {DTYPE_ABBREVIATIONS[dtype]}"
-
-
-def _product(
-    operation: str,
-    operand: str,
-    sizes: tuple[int, ...],
-    dtype: str,
-    calls: int,
-    ways: Callable[[], dict[str, Way]],
-) -> MatrixProduct:
-    """sizes: batch (may be left out), rows, inner, outer."""
-    batch, (m, k, n) = (sizes[0] if len(sizes) == 4 else 1), sizes[-3:]
-    item = getattr(torch, dtype).itemsize
-    shape = "x".join(map(str, sizes))
-    flops, n_bytes = 2.0 * batch * m * k * n, float(item * batch * (m * k + k * n + m * n))
-    return MatrixProduct(_name(operation, operand, shape, dtype), shape, dtype, calls, flops, n_bytes, ways)
 
 
 def _randn(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -138,104 +100,72 @@ def _linear(operand: str, m: int, n: int, k: int, dtype: str, calls: int) -> Ite
         }
         return _with_fp32(kind, ways, lambda: dy.float().t() @ x.float())
 
-    yield _product("forward", operand, (m, k, n), dtype, calls, forward)
-    yield _product("input_gradient", operand, (m, n, k), dtype, calls, input_gradient)
-    yield _product("weight_gradient", operand, (n, m, k), dtype, calls, weight_gradient)
+    operations = (("forward", (m, k, n), forward), ("input_gradient", (m, n, k), input_gradient),
+                  ("weight_gradient", (n, m, k), weight_gradient))  # fmt: skip
+    for operation, sizes, ways_of in operations:
+        rows, inner, outer = sizes
+        name = f"{operation} {operand} {'x'.join(map(str, sizes))} {DTYPE_ABBREVIATIONS[dtype]}"
+        n_bytes = float(kind.itemsize * (rows * inner + inner * outer + rows * outer))
+        yield MatrixProduct(name, dtype, calls, 2.0 * m * n * k, n_bytes, ways_of)
 
 
 def _with_fp32(kind: torch.dtype, ways: dict[str, Way], wide: Way) -> dict[str, Way]:
     return ways if kind == torch.float32 else {**ways, "fp32": wide}
 
 
-def _head(model: TransformerConfig, tokens: int, dtype: str) -> MatrixProduct:
-    """The head's three products by chunks of tokens, without the softmax between them."""
-    kind: torch.dtype = getattr(torch, dtype)
-    m, n, k = min(tokens, MAX_HEAD_TOKENS), model.vocab_size, model.d_model
-    shape = f"{m}x{k}x{n}"
+def training_choices(
+    model: TransformerConfig, rows: int, length: int, muon_every: int, dtype: torch.dtype
+) -> list[tuple[ChoiceRequest, int]]:
+    """Return the choices of one replica's step on `rows` of `length` tokens, with the number of calls in a step.
 
-    def ways() -> dict[str, Way]:
-        h, w = _randn(m, k, dtype=kind), _randn(n, k, dtype=kind)
-
-        def by_chunks(size: int) -> Way:
-            def work() -> object:
-                d_head = torch.zeros(n, k)
-                for at in range(0, m, size):
-                    part = h[at : at + size]
-                    logits = F.linear(part, w)
-                    d_hidden = logits @ w
-                    d_head += logits.t() @ part
-                return d_hidden, d_head
-
-            return work
-
-        default = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS // n)
-        sizes = dict.fromkeys([min(default, m), *(size for size in HEAD_CHUNKS if size <= m)])
-        return {str(size): by_chunks(size) for size in sizes}
-
-    calls = -(-tokens // m)
-    item = kind.itemsize
-    n_bytes = float(item * (2 * m * k + 2 * n * k) + 4 * n * k)
-    return MatrixProduct(
-        _name("head", "chunks", shape, dtype), shape, dtype, calls, 6.0 * m * n * k, n_bytes, ways
+    dtype: bf16 or fp32.
+    0 calls: part of another choice (the loss, of the head), or no matrix product (the optimizer's passes).
+    """
+    with meta_device():
+        network = make_model(model, dtype=dtype)
+    with listed_requests() as requests:
+        choose_step_kernels(network, rows, length)
+        for batch in muon_batches(model, muon_every):
+            choose_orthogonalize(batch, POLAR_EXPRESS, dtype, orthogonalize)
+    layers = Counter(
+        f"attention {rows}x{mixer.n_heads}x{length}x{mixer.head_dim}"
+        for mixer in network.layer_mixers()
+        if isinstance(mixer, MultiHeadAttention)
     )
+    layers.update(
+        f"mlp {rows * length}x{part.up.weight.shape[1]}x{part.up.weight.shape[0]}"
+        for part in network.modules()
+        if isinstance(part, mlp.MLP) and part.is_plain_relu2
+    )
+    once = ("head", "orthogonalize")
+    return [
+        (request, layers[" ".join(request.name.split()[:2])] or int(request.name.startswith(once)))
+        for request in requests
+    ]
 
 
-def _attention(
-    mixer: AttentionConfig, rows: int, length: int, dtype: str, calls: int
-) -> Iterator[MatrixProduct]:
-    """The products of one block of queries against all keys of a row, forward and backward."""
-    kind: torch.dtype = getattr(torch, dtype)
-    batch, d, queries = rows * mixer.n_heads, mixer.head_dim, min(QUERY_BLOCK, length)
-    calls *= -(-length // queries)
-    layouts = {  # operation -> (rows, inner, outer), left transposed, right transposed
-        "scores": ((queries, d, length), False, True),
-        "values": ((queries, length, d), False, False),
-        "d_probabilities": ((queries, d, length), False, True),
-        "d_queries": ((queries, length, d), False, False),
-        "d_values": ((length, queries, d), True, False),
-        "d_keys": ((length, queries, d), True, False),
-    }
-
-    for operation, (sizes, left, right) in layouts.items():
-
-        def ways(
-            sizes: tuple[int, int, int] = sizes, left: bool = left, right: bool = right
-        ) -> dict[str, Way]:
-            m, k, n = sizes
-            a = _randn(batch, k, m, dtype=kind).mT if left else _randn(batch, m, k, dtype=kind)
-            b = _randn(batch, n, k, dtype=kind).mT if right else _randn(batch, k, n, dtype=kind)
-            out = torch.empty(batch, m, n, dtype=kind)
-            found: dict[str, Way] = {
-                "batched": lambda: torch.bmm(a, b),
-                "looped": lambda: [torch.mm(x, y, out=z) for x, y, z in zip(a, b, out, strict=True)],
-            }
-            if left or right:
-                found["transposed"] = lambda: torch.bmm(a.contiguous(), b.contiguous())
-            return _with_fp32(kind, found, lambda: torch.bmm(a.float(), b.float()).to(kind))
-
-        yield _product("attention_product", operation, (batch, *sizes), dtype, calls, ways)
+def engine_choices(model: TransformerConfig) -> list[ChoiceRequest]:
+    """Return the engine's choices between torch and the native step, for whole steps with each type of weights."""
+    with listed_requests() as requests:
+        for kind in WEIGHT_DTYPES:
+            dtype = torch.float32 if kind == "float32" else torch.bfloat16
+            network = make_model(model, torch.Generator().manual_seed(0), dtype).eval().requires_grad_(False)
+            if unsupported_reason(network) is not None:
+                break
+            windows = page_windows(mixer.cache_spec() for mixer in network.layer_mixers()) or [None]
+            make_runner(
+                network, dict.fromkeys(windows, PAGES), PAGE_SIZE, ROWS, PAGES * PAGE_SIZE,
+                weight_dtype="int8" if kind == "int8" else None,
+            )  # fmt: skip
+    return requests
 
 
-def _muon(count: int, short: int, long: int, dtype: str) -> MatrixProduct:
-    """The orthogonalization of `count` matrices of one shape."""
-    kind: torch.dtype = getattr(torch, dtype)
-    flops = 2.0 * count * len(POLAR_EXPRESS) * short * short * (2 * long + short)
-
-    def ways() -> dict[str, Way]:
-        source = _randn(count, short, long, dtype=kind)
-
-        def looped() -> object:
-            return [orthogonalize(matrix.clone()) for matrix in source.unsqueeze(1)]
-
-        return _with_fp32(
-            kind,
-            {"batched": lambda: orthogonalize(source.clone()), "looped": looped},
-            lambda: orthogonalize(source.float()),
-        )
-
-    shape = f"{count}x{short}x{long}"
-    n_bytes = float(kind.itemsize * count * (3 * short * long + 2 * short * short) * len(POLAR_EXPRESS))
-    return MatrixProduct(_name("muon", "orthogonalize", shape, dtype), shape, dtype, 1, flops, n_bytes, ways)
+def muon_batches(model: TransformerConfig, muon_every: int) -> list[tuple[int, int, int]]:
+    """Return the batches of matrices of one shape that a step orthogonalizes: number, shorter side, longer side."""
+    shapes: dict[tuple[int, int], int] = {}
+    for n, k, calls in linear_shapes(model).values():
+        shapes[min(n, k), max(n, k)] = shapes.get((min(n, k), max(n, k)), 0) + calls
+    return [(max(1, round(count / muon_every)), *sides) for sides, count in shapes.items()]
 
 
 @dataclass(frozen=True)
