@@ -52,7 +52,7 @@ class Case:
 
 def cases(device: str, dtype: torch.dtype, small: bool, quick: bool) -> Iterator[Case]:
     """small: for the interpreter."""
-    from whorl.nn.kernels import attention, cross_entropy, rms_norm, rotary, softmax
+    from whorl.nn.kernels import attention, cross_entropy, rms_norm, rotary
 
     g = torch.Generator(device).manual_seed(0)
 
@@ -68,13 +68,6 @@ def cases(device: str, dtype: torch.dtype, small: bool, quick: bool) -> Iterator
     tokens, width, heads, d, vocab = (8, 48, 2, 16, 65) if small else (16_384, 768, 12, 64, 50_304)
     n = dtype.itemsize
     x = drawn(tokens, width)
-    yield Case(
-        f"softmax {tokens} x {width}",
-        trio(softmax.softmax, softmax.softmax_reference, x),
-        (2 + 1 + 2 + 2 + 1)
-        * n
-        * x.numel(),  # both of its walks counted; the second one of a short row is in cache
-    )
     gain = torch.ones(width, device=device)
     yield Case(
         f"RMSNorm {tokens} x {width}", trio(rms_norm.rms_norm, rms_norm_reference, x, gain), 5 * n * x.numel()
@@ -176,7 +169,6 @@ def count_bytes() -> None:
         return work
 
     works: dict[str, tuple[Tensor, Work]] = {
-        "softmax": (x, both(lambda x: x.softmax(-1), x)),
         "RMSNorm": (x, both(rms_norm_reference, x, torch.ones(768))),
         "rotary": (y := drawn(4, 512, 8, 64), both(lambda y: apply_rotary_reference(y, *tables), y)),
         "cross-entropy": (logits, lambda: plain_loss(logits)),

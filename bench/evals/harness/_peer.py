@@ -23,11 +23,7 @@ from typing import Any
 def open_model(side: str, arguments: dict[str, Any]) -> Any:
     """Return the harness's model."""
     if side == "whorl":
-        return (
-            importlib.import_module("whorl.evals.interchange.harness")
-            .adapter_class()
-            .create_from_arg_obj(arguments)
-        )
+        return importlib.import_module("_adapter").adapter_class().create_from_arg_obj(arguments)
     names = {"hf": "hf", "vllm": "vllm", "api": "local-completions"}
     return (
         importlib.import_module("lm_eval.api.registry").get_model(names[side]).create_from_arg_obj(arguments)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from whorl.errors import DataError
 from whorl.evals.results import ItemResult, TaskMeasure, TaskResult
 from whorl.evals.statistics.comparison import Comparison, compare, describe
-from whorl.evals.statistics.multiplicity import holm
-from whorl.evals.statistics.power import detectable_by
+from whorl.evals.statistics.power import detectable_by, holm
 
 ALPHA = 0.05
 LOGARITHMS = {

@@ -237,13 +237,8 @@ def _unique(name: str, names: dict[str, list[int]]) -> bool:
 
 
 def unlisted_parts(model: TransformerConfig) -> list[str]:
-    """Return the parts of the model whose products `linear_shapes` and `attention_layers` do not have."""
+    """Return the parts of the model whose products `linear_shapes` does not have."""
     found = {
         f"{mixer.kind} layers" for mixer in model.layer_mixers() if not isinstance(mixer, AttentionConfig)
     }
     return sorted(found | ({"experts"} if model.experts is not None else set()))
-
-
-def attention_layers(model: TransformerConfig) -> list[AttentionConfig]:
-    """Return the layers of multi-head attention."""
-    return [mixer for mixer in model.layer_mixers() if isinstance(mixer, AttentionConfig)]

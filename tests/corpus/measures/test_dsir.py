@@ -12,15 +12,12 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from whorl.corpus.decontamination import hash_words, split_words
 from whorl.corpus.decontamination.words import ngram_hashes
 from whorl.corpus.measures import measure_texts
-from whorl.corpus.measures.ensemble import ensemble_buckets, quantile_buckets
 from whorl.corpus.measures.trained.importance import N_BUCKETS, gumbel, train_importance
-from whorl.errors import ConfigError, DataError
+from whorl.errors import ConfigError
 
 DOCS = Path(__file__).parents[3] / "docs" / "corpus.md"
 TARGET = ["The proof follows from the lemma.", "By induction, the lemma holds."]
@@ -71,21 +68,7 @@ def test_equal_target_and_raw_are_refused(tmp_path: Path) -> None:
         train_importance([files[0]], [files[1]], tmp_path / "model")
 
 
-@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 25))
-def test_buckets_count_lower_scores(scores: list[int], n_buckets: int) -> None:
-    expected = [n_buckets * sum(other < score for other in scores) // len(scores) for score in scores]
-    assert quantile_buckets(np.array(scores), n_buckets).tolist() == expected
-
-
-def test_distinct_scores_fill_equal_buckets_and_ensemble_takes_the_highest() -> None:
-    rng = np.random.default_rng(0)
-    scores = [rng.permutation(200) for _ in range(3)]
-    found = [quantile_buckets(s) for s in scores]
-    assert all(np.bincount(b).tolist() == [10] * 20 for b in found)
-    assert ensemble_buckets(scores).tolist() == np.stack(found).max(axis=0).tolist()
-
-
-def test_sql_of_the_docs_equals_the_function() -> None:
+def test_sql_of_the_docs_takes_the_highest_bucket() -> None:
     rng = np.random.default_rng(1)
     columns = {name: rng.integers(0, 60, 500) / 60 for name in ("edu_probability", "quality_probability")}
     (query,) = re.findall(r"```sql\n(SELECT row, greatest.*?)```", DOCS.read_text(), re.DOTALL)
@@ -93,18 +76,8 @@ def test_sql_of_the_docs_equals_the_function() -> None:
     with duckdb.connect() as database:
         database.register("attributes", attributes)
         rows = database.execute(f"SELECT bucket FROM ({query}) ORDER BY row").fetchall()
-    assert [bucket for (bucket,) in rows] == ensemble_buckets(list(columns.values())).tolist()
-
-
-def test_bad_scores_are_named() -> None:
-    with pytest.raises(DataError, match="score of document 1 is no number"):
-        ensemble_buckets([[0.5, math.nan]])
-    with pytest.raises(DataError, match="columns have 2, 1 scores"):
-        ensemble_buckets([[0.5, 0.1], [0.5]])
-    with pytest.raises(ConfigError, match="no classifier"):
-        ensemble_buckets([])
-    with pytest.raises(ConfigError, match="n_buckets is 0"):
-        quantile_buckets([0.5], 0)
+    lower = [(values[:, None] > values).sum(axis=1) for values in columns.values()]
+    assert [bucket for (bucket,) in rows] == np.max([20 * each // 500 for each in lower], axis=0).tolist()
 
 
 def test_resampling_scores_sample_in_proportion_to_weights(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from whorl.nn.kernels import dispatch
 from whorl.nn.kernels import rms_norm as norms
 from whorl.nn.kernels import rotary as turns
 from whorl.nn.kernels.cross_entropy import cross_entropy_
-from whorl.nn.kernels.softmax import softmax, softmax_reference
 from whorl.nn.norm import rms_norm_reference
 from whorl.nn.positions.rotary import apply_rotary_reference, rotary_tables
 from whorl.objectives.next_token import logits_step, next_token, next_token_reference
@@ -39,30 +38,6 @@ def assert_agree(ours: Any, theirs: Any, *inputs: Tensor, atol: float = 2e-6) ->
         upstream = randn(*y.shape, seed=9).to(y.dtype)
         found.append([y, *torch.autograd.grad(y, leaves, upstream)])
     assert_close(*found, atol=atol, rtol=atol * 10)
-
-
-@pytest.mark.parametrize("dtype", ATOL)
-@pytest.mark.parametrize("shape", [(5, 1), (3, 2, 16), (4, 53)])
-def test_softmax_matches_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = randn(*shape).mul(4).to(dtype)
-    assert_agree(lambda x: softmax(x, max_block=16), softmax_reference, x, atol=ATOL[dtype])
-
-
-@given(width=st.integers(1, 60), shift=st.floats(-300, 300), seed=st.integers(0, 99))
-@settings(max_examples=8, deadline=None)
-def test_softmax_sums_to_1_and_is_shift_invariant(width: int, shift: float, seed: int) -> None:
-    x = randn(2, width, seed=seed) * 10
-    p = softmax(x, max_block=16)
-    assert_close(p.sum(-1), torch.ones(2))
-    assert_close(softmax(x + shift, max_block=16), p, atol=1e-4, rtol=1e-3)
-
-
-def test_softmax_handles_infinities() -> None:
-    x = randn(3, 40)
-    x[0, :20] = float("-inf")  # a first block of -inf only
-    x[1, 5] = float("-inf")
-    assert_close(softmax(x, max_block=16), x.softmax(-1))
-    assert softmax(torch.full((1, 40), float("-inf")), max_block=16).isnan().all()
 
 
 GAINS: dict[str, tuple[int, ...] | None] = {"none": None, "per feature": (24,), "per head": (3, 1)}

@@ -53,7 +53,7 @@ def test_kernels_compile_and_fit_shared_memory(tmp_path: Path) -> None:
 @needs_triton
 def test_kernel_benchmark_check_passes() -> None:
     done = run_python(BENCHMARK, "--check", TRITON_INTERPRET="1")
-    assert done.returncode == 0 and done.stdout.count("agrees") == 8, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("agrees") == 7, done.stdout + done.stderr
 
 
 def test_import_loads_neither_triton_nor_dynamo() -> None:
@@ -68,11 +68,9 @@ import torch
 from whorl.errors import ConfigError
 from whorl.nn.kernels import attention, cross_entropy, rotary
 from whorl.nn.kernels.rms_norm import rms_norm
-from whorl.nn.kernels.softmax import softmax
-for f in (softmax, rms_norm):
-    try: f(torch.zeros(2, 3))
-    except ConfigError as error: assert 'pip install triton' in str(error)
-    else: raise AssertionError(f)
+try: rms_norm(torch.zeros(2, 3))
+except ConfigError as error: assert 'pip install triton' in str(error)
+else: raise AssertionError
 """
     done = run_python("-c", script, PYTHONPATH=os.pathsep.join(p for p in [str(tmp_path), *sys.path] if p))
     assert done.returncode == 0, done.stderr

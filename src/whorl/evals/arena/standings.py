@@ -28,7 +28,7 @@ from whorl.evals.arena.bradley_terry import ELO, Ratings, fit, unrated
 from whorl.evals.arena.first_place import FirstPlaceChange, fewest_votes
 from whorl.evals.statistics.distributions import normal_quantile, t_quantile, t_two_sided
 from whorl.evals.statistics.intervals import wilson
-from whorl.evals.statistics.multiplicity import holm
+from whorl.evals.statistics.power import holm
 
 PRIOR = 1.0  # penalty of provisional ratings
 DRAWS = 1000

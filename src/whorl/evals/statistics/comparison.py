@@ -1,9 +1,6 @@
 """Comparison of two models on the same items: paired difference, interval, and a verdict in words.
 
     difference          mean over items of d_i = a_i - b_i, its standard error as in `intervals.py`
-    unpaired variance   var(mean a) + var(mean b)
-    variance reduction  1 - var(mean d) / unpaired variance; about the correlation of a and b (Miller 2024,
-                        arXiv:2411.00640, section 4.2)
 
 Verdict, from the interval low to high of the difference and a margin d > 0:
 
@@ -54,8 +51,6 @@ class PairedDifference:
         low, high: confidence interval of the difference at `level`.
         p_value: two-sided, for a difference of 0.
         n, clusters, df: shared items, independent groups, degrees of freedom.
-        unpaired_se: standard error if the models had answered different items.
-        correlation: of the items' scores; NaN if a model has equal scores on all.
         a_wins, b_wins: items on which one model scores higher.
     """
 
@@ -70,8 +65,6 @@ class PairedDifference:
     clusters: int
     df: float
     level: float
-    unpaired_se: float
-    correlation: float
     a_wins: int
     b_wins: int
 
@@ -125,7 +118,6 @@ def paired_difference(
         raise DataError(f"{first.size} and {second.size} scores", expected="the same items for both models")
     difference = first - second
     error = standard_error(difference, clusters)
-    unpaired = sqrt(standard_error(first, clusters).se ** 2 + standard_error(second, clusters).se ** 2)
     se = error.se
     if (is_binary(first) and is_binary(second)) or (shares and not se):
         se = _binary_se(difference, error, clusters)
@@ -133,12 +125,10 @@ def paired_difference(
     half = t_quantile(level, error.df) * se if se < inf else inf
     low, high = (max(-1.0, mean - half), min(1.0, mean + half)) if shares else (mean - half, mean + half)
     p_value = 1.0 if se == inf or mean == 0 else (t_two_sided(mean / se, error.df) if se > 0 else 0.0)
-    varied = float(first.std()) > 0 and float(second.std()) > 0
-    correlation = float(np.corrcoef(first, second)[0, 1]) if varied else float("nan")
     wins = int((difference > 0).sum()), int((difference < 0).sum())
     return PairedDifference(
         float(first.mean()), float(second.mean()), mean, se, low, high, p_value,
-        len(first), error.clusters, error.df, level, unpaired, correlation, *wins,
+        len(first), error.clusters, error.df, level, *wins,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Planning of a comparison: the smallest difference that n items detect, and the items that a difference needs.
+"""Planning of a comparison over several tasks: the smallest difference that n items detect, and corrected p-values.
 
     difference = (t_{level} + t_{power}) * sd * sqrt(deff / n)        Miller 2024, arXiv:2411.00640, section 5
 
@@ -7,13 +7,19 @@ variance of the mean over that of independent items. The quantiles are Student's
 
     sd^2 of right and wrong answers = p_a + p_b - 2 p_ab - (p_a - p_b)^2 = disagreement - difference^2
     variance of one of k samples    = between items + within items / k       (`seeds.py`)
+
+Holm: the i-th smallest of m p-values is multiplied by m - i + 1, i from 1. A task whose adjusted value is at most alpha is a
+finding; the chance of even one false finding is at most alpha (Holm 1979).
 """
 
 from __future__ import annotations
 
-from math import ceil, inf, sqrt
+from math import inf, sqrt
 
-from whorl.errors import ConfigError
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from whorl.errors import ConfigError, DataError
 from whorl.evals.statistics.comparison import PairedDifference
 from whorl.evals.statistics.distributions import t_quantile
 
@@ -39,35 +45,6 @@ def detectable_difference(
     return (t_quantile(level, df) + t_quantile(2 * power - 1, df)) * sd / sqrt(effective)
 
 
-def items_needed(
-    sd: float, difference: float, *, power: float = 0.8, level: float = 0.95, design_effect: float = 1.0
-) -> int:
-    """Return the smallest number of items that detects `difference` with the given power.
-
-    Raises:
-        ConfigError: an argument is out of range, or more than 1e12 items are needed.
-    """
-    _check(sd, power, design_effect)
-    if not difference > 0:
-        raise ConfigError(f"the difference is {difference}", expected="a number above 0")
-
-    def found(n: int) -> bool:
-        reached = detectable_difference(sd, n, power=power, level=level, design_effect=design_effect)
-        return reached <= difference
-
-    low, high = 1, max(2, ceil(2 * design_effect))
-    while not found(high):
-        low, high = high, high * 2
-        if high > 1e12:
-            raise ConfigError(
-                f"a difference of {difference} needs over 1e12 items", expected="a larger difference"
-            )
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if found(middle) else (middle, high)
-    return high
-
-
 def detectable_by(paired: PairedDifference, *, power: float = 0.8, n: int | None = None) -> float:
     """Return the smallest difference that a measured comparison, or one with n items like it, detects.
 
@@ -77,21 +54,15 @@ def detectable_by(paired: PairedDifference, *, power: float = 0.8, n: int | None
     return quantiles * paired.se * sqrt(paired.n / (n or paired.n))
 
 
-def binary_sd(accuracy_a: float, accuracy_b: float, disagreement: float) -> float:
-    """Return the standard deviation of an item's difference for right and wrong answers.
-
-    disagreement: share of items that only one model has right; between |a - b| and min(a + b, 2 - a - b).
-
-    Raises:
-        ConfigError: the three are not possible together.
-    """
-    gap, total = abs(accuracy_a - accuracy_b), accuracy_a + accuracy_b
-    if not gap - 1e-12 <= disagreement <= min(total, 2 - total) + 1e-12:
-        raise ConfigError(
-            f"a disagreement of {disagreement} with accuracies {accuracy_a} and {accuracy_b}",
-            expected=f"between {gap:g} and {min(total, 2 - total):g}",
-        )
-    return sqrt(max(0.0, disagreement - gap**2))
+def holm(p_values: ArrayLike) -> NDArray[np.float64]:
+    """Return adjusted p-values [m] in the order given, at most 1. Raises DataError: a value is not in 0 to 1."""
+    p = np.asarray(p_values, np.float64)
+    if p.ndim != 1 or not ((p >= 0) & (p <= 1)).all():
+        raise DataError(f"p-values {p.tolist()}", expected="a list of numbers in 0 to 1")
+    order = np.argsort(p, kind="stable")
+    found = np.empty_like(p)
+    found[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)), 1.0)
+    return found
 
 
 def _check(sd: float, power: float, design_effect: float) -> None:

@@ -1,6 +1,5 @@
 """Triton kernels, each with its torch reference. docs/kernels.md counts their bytes.
 
-softmax.py               rows of any width, online; the recurrence of attention
 rms_norm.py              forward, and backward in one reading
 cross_entropy.py         the loss of a chunk of logits, and their gradient written over them
 attention.py             FlashAttention-2, forward; attention_backward.py: its gradients; mask_bounds.py: their masks

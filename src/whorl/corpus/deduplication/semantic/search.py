@@ -1,8 +1,7 @@
 """Semantic duplicates: embeddings whose cosine similarity reaches a threshold, found by multi-probe search.
 
 Vectors are divided into cells by their nearest centroid (an inverted file, IVF). Each is compared with the vectors of its
-`probes` nearest cells, so for n vectors in k cells about n^2 probes / k products are computed instead of n^2 / 2. The
-comparison can use smaller vectors first (`reduce.py`), or an index of FAISS. Every pair is confirmed by the exact cosine.
+`probes` nearest cells, so for n vectors in k cells about n^2 probes / k products are computed instead of n^2 / 2.
 
 Subtle: vectors are visited in their order, and one is removed if an earlier one that stays is similar. Of the similar
 vectors in a cell the first 64 are considered, so a pair beyond them may both stay.
@@ -11,15 +10,13 @@ vectors in a cell the first 64 are considered, so a pair beyond them may both st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.deduplication.semantic import faiss_index
 from whorl.corpus.deduplication.semantic.kmeans import default_cells, train_centroids
-from whorl.corpus.deduplication.semantic.reduce import project, quantize
 from whorl.corpus.deduplication.semantic.settings import SearchConfig
 from whorl.corpus.deduplication.semantic.vectors import Vectors
 
@@ -27,7 +24,6 @@ MAX_CANDIDATES = 64  # similar vectors of a cell
 _BLOCK = 1 << 22  # products at a time
 _ROUNDING = 1e-6
 Rows = NDArray[np.int64]
-Compare = Callable[[Rows, Rows], NDArray[np.bool_]]  # queries [a], members [b] -> [a, b] may be similar
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ def semantic_duplicates(
         earlier: vectors of earlier corpora, which come first and always stay.
 
     Raises:
-        ConfigError: the settings do not fit the vectors, or FAISS is not installed.
+        ConfigError: the settings do not fit the vectors.
         DataError: `earlier` has another encoder or width.
     """
     config = config or SearchConfig()
@@ -104,7 +100,6 @@ def similar_pairs(values: NDArray[np.float32], config: SearchConfig) -> Pairs:
 
     As many probes as there are cells, or one cell, are an exhaustive search.
     """
-    faiss_index.check_installed(config)
     n = len(values)
     cells = min(config.cells or default_cells(n), n)
     if cells == 1:
@@ -112,10 +107,7 @@ def similar_pairs(values: NDArray[np.float32], config: SearchConfig) -> Pairs:
     else:
         points = config.points_per_centroid
         centroids, n_products = train_centroids(values, cells, points_per_centroid=points, seed=config.seed)
-    if config.index == "faiss":
-        i, j, searched = faiss_index.candidates(values, centroids, config)
-    else:
-        i, j, searched = _candidates(values, centroids, config)
+    i, j, searched = _candidates(values, centroids, config)
     later, before, near, confirmed = _confirmed(values, i, j, config.similarity)
     return Pairs(later, before, near, n_products + searched + confirmed)
 
@@ -123,7 +115,7 @@ def similar_pairs(values: NDArray[np.float32], config: SearchConfig) -> Pairs:
 def _candidates(
     values: NDArray[np.float32], centroids: NDArray[np.float32], config: SearchConfig
 ) -> tuple[Rows, Rows, int]:
-    """Return pairs of rows that may be similar, each once or twice, and how many products of full width it took."""
+    """Return similar pairs of rows, each once or twice, and how many products of full width it took."""
     n, cells = len(values), len(centroids)
     p = min(config.probes, cells)
     parts = np.array_split(values, max(1, n * cells // _BLOCK))
@@ -132,24 +124,17 @@ def _candidates(
         if cells > 1
         else np.zeros((n, 1), np.int64)
     )
-    compare, cost, n_products = _comparison(values, config)
-    n_products += n * cells if cells > 1 else 0
-    is_exact = config.projection == "none" and not config.pq_bytes
-    compared, confirmed, found = 0, 0, [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    n_products, found = n * cells if cells > 1 else 0, [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
     for members, queries in _cells(nearest, cells):
-        compared += len(members) * len(queries)
+        n_products += len(members) * len(queries)
         for part in np.array_split(queries, max(1, len(queries) * len(members) // _BLOCK)):
-            at, to = np.nonzero(compare(part, members))
-            if not is_exact:
-                confirmed += len(at)
-                similar = _cosines(values, part[at], members[to]) >= config.similarity - _ROUNDING
-                at, to = at[similar], to[similar]
+            at, to = np.nonzero(values[part] @ values[members].T >= config.similarity - _ROUNDING)
             i, j = part[at], members[to]
             rank = np.arange(len(at)) - np.searchsorted(at, at)  # members ascend, so the earliest come first
             chosen = (i != j) & (rank < MAX_CANDIDATES)
             found.append((i[chosen], j[chosen]))
     i, j = (np.concatenate(column) for column in zip(*found, strict=True))
-    return i, j, n_products + round(compared * cost) + confirmed
+    return i, j, n_products
 
 
 def _cells(nearest: Rows, cells: int) -> Iterator[tuple[Rows, Rows]]:
@@ -160,39 +145,6 @@ def _cells(nearest: Rows, cells: int) -> Iterator[tuple[Rows, Rows]]:
     edges = np.searchsorted(nearest.ravel()[probing], np.arange(cells + 1))
     for (a, b), (c, d) in zip(itertools.pairwise(bounds), itertools.pairwise(edges), strict=True):
         yield own[a:b], probing[c:d] // nearest.shape[1]
-
-
-def _comparison(values: NDArray[np.float32], config: SearchConfig) -> tuple[Compare, float, int]:
-    """Return the function of a cell, the cost of a pair in products of full width, and the products of its making."""
-    least = config.similarity - _ROUNDING
-    cost, made, rest = 1.0, 0, None
-    compared = values
-    if config.projection != "none":
-        small = project(values, config.projection, config.dimensions, config.seed)
-        compared, rest, made = small.values, small.rest, small.products
-        cost = compared.shape[1] / values.shape[1]
-    if not config.pq_bytes:
-
-        def exact(queries: Rows, members: Rows) -> NDArray[np.bool_]:
-            found = compared[queries] @ compared[members].T
-            if rest is not None:
-                found += rest[queries, None] * rest[members]
-            possible: NDArray[np.bool_] = found >= least
-            return possible
-
-        return exact, cost, made
-    codes = quantize(compared, config.pq_bytes, config.seed)
-    step = np.sqrt(max(2 - 2 * config.similarity, 0)) + 1e-3
-
-    def quantized(queries: Rows, members: Rows) -> NDArray[np.bool_]:
-        found = compared[queries] @ codes.decode(members).T
-        found += codes.own[members] + codes.error[members] * step
-        if rest is not None:
-            found += rest[queries, None] * rest[members]
-        possible: NDArray[np.bool_] = found >= least
-        return possible
-
-    return quantized, cost, made + round(codes.products * cost)
 
 
 def _confirmed(

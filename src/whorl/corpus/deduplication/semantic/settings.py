@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.corpus.deduplication.semantic.kmeans import MAX_POINTS, MIN_POINTS
-from whorl.errors import ConfigError
 
 
 class SearchConfig(BaseModel):
@@ -25,30 +22,7 @@ class SearchConfig(BaseModel):
     points_per_centroid: int = Field(
         default=64, ge=MIN_POINTS, le=MAX_POINTS, description="vectors per centroid that train k-means"
     )
-    projection: Literal["none", "pca", "random"] = Field(
-        default="none", description="compare in fewer dimensions first; no pair is lost by it"
-    )
-    dimensions: int = Field(default=64, ge=1, description="of the projection")
-    pq_bytes: int = Field(
-        default=0,
-        ge=0,
-        le=256,
-        description="bytes of a vector's product quantization (PQ); 0: the vector itself",
-    )
-    index: Literal["own", "faiss"] = Field(
-        default="own",
-        description="faiss: its IVF index (pip install 'whorl[faiss]'), with the same centroids",
-    )
     seed: int = Field(default=0, ge=0)
-
-    @model_validator(mode="after")
-    def _check_faiss(self) -> SearchConfig:
-        if self.index == "faiss" and self.projection != "none":
-            raise ConfigError(
-                f"semantic duplicates with index = faiss and projection = {self.projection}",
-                expected='projection = "none"', do="use pq_bytes to save memory, or index = own",
-            )  # fmt: skip
-        return self
 
 
 class SemanticConfig(SearchConfig):

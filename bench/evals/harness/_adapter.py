@@ -1,6 +1,6 @@
 """Our models under lm-evaluation-harness 0.4: it makes the requests and the figures, a back end answers.
 
-    python -m whorl.evals.interchange.harness run --model whorl --model_args pretrained=NAME --tasks hellaswag
+    python -m bench.evals.harness._adapter run --model whorl --model_args pretrained=NAME --tasks hellaswag
 
     lm = adapt(EngineBackend.open("quickstart/pretrain"))             in Python
     lm_eval.simple_evaluate(model=lm, tasks=["hellaswag"])

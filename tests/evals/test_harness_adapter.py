@@ -10,11 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from bench.evals.harness._adapter import HarnessAdapter, adapt, main, register
 from tests.support.evals.backend import FakeBackend
 from tests.support.evals.hf_folders import make_folder, sentences
 
 from whorl.errors import ConfigError, DataError
-from whorl.evals.interchange.harness import HarnessAdapter, adapt, main, register
 from whorl.evals.model.engine_backend import EngineBackend
 from whorl.evals.model.requests import (
     Completion,

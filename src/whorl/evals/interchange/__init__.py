@@ -1,1 +1,0 @@
-"""Our models under the evaluators of other projects."""
