@@ -25,9 +25,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized
+from bench.train._live_tensors import peak_bytes
 
 from whorl.machine.device_probe import probe
-from whorl.models.activation_checkpointing import measure_activation_memory, peak_bytes
+from whorl.models.activation_checkpointing import measure_activation_memory
 from whorl.models.language_model import saved_bytes
 from whorl.parallel.process_group import ProcessGroup
 from whorl.plan.cost import decoder_config

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.train._live_tensors import peak_bytes
 from tests.support.models.transformer_shapes import KINDS, made, network
 from tests.support.tiny import make_decoder
 from torch.nn import functional as F
@@ -19,7 +20,6 @@ from whorl.models.activation_checkpointing import (
     LinearActivationMemory,
     measure_activation_memory,
     min_checkpointed_blocks,
-    peak_bytes,
 )
 from whorl.models.language_model import saved_bytes
 from whorl.models.transformer_config import MoEConfig

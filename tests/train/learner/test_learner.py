@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench.train._live_tensors import LiveTensorTracker
 from tests.support.train.learners import adamw_learner, adamw_update, networks, part, run, squared
 from tests.support.train.tiny import job
 from torch import nn
 
 from whorl.errors import ConfigError
-from whorl.models.activation_checkpointing import LiveTensorTracker
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.learner import Learner, SharedState

@@ -80,8 +80,3 @@ class EarlierConfig(BaseModel):
 def collision_probability(similarity: float, bands: int, rows: int) -> float:
     """Return the probability that documents of this Jaccard similarity share a band: 1 - (1 - s^rows)^bands."""
     return 1.0 - (1.0 - similarity**rows) ** bands
-
-
-def curve_threshold(bands: int, rows: int) -> float:
-    """Return the similarity near which the probability of a shared band rises fastest: (1 / bands)^(1 / rows)."""
-    return float((1 / bands) ** (1 / rows))
