@@ -24,9 +24,8 @@ from whorl.align.rl.experience import Experience
 from whorl.align.rl.rollout import Rollouts, RolloutWorker
 from whorl.align.rl.train import train_policy
 from whorl.align.stage.sft import fine_tune
+from whorl.evals.grading import GRADERS, Grade, VerifiableTask
 from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
-from whorl.evals.verify.registry import VERIFIERS
-from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.slots import BoardReader, Slot
 from whorl.tokens.hf_tokenizer import load_tokenizer
 from whorl.train.config import OptimConfig, ScheduleConfig
@@ -45,12 +44,17 @@ def _parts(metrics: dict[str, float]) -> dict[str, float]:
     }
 
 
+def spaces(gold: str, text: str) -> Grade:
+    """Return the reward of the work as a grade that has not passed."""
+    return Grade(work.reward(text), False)
+
+
 class FixedLengthWorker(RolloutWorker):
     """A worker whose completions all have the maximal length, because no id ends one."""
 
     def setup(self, rows: int = 64) -> None:
         # Registered here, because each replica process has a separate registry.
-        VERIFIERS["spaces"] = lambda task, completion: Verdict(work.reward(completion), False)
+        GRADERS.entries["spaces"] = f"{__name__}:spaces"
         super().setup(rows)
         self._example_tokenizer.stop_ids = frozenset()
 

@@ -37,8 +37,8 @@ from whorl.align.model.policy_model import PolicyModel
 from whorl.align.rl.config import AsyncRolloutConfig, RLConfig, RLRunConfig
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.train import train_policy
+from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.example import ExampleTokenizer
-from whorl.evals.verify.task import VerifiableTask
 from whorl.tokens.hf_tokenizer import load_tokenizer
 
 QUICK = "--quick" in sys.argv

@@ -60,6 +60,11 @@ def side(walk: str) -> str:
     return str(LETTERS.index(walk[-1]) * 2 // len(LETTERS))
 
 
+def prediction_is_right(gold: str, text: str) -> bool:
+    """Return whether a completion begins with the right side."""
+    return text[:1] == gold
+
+
 def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
     """Train both algorithms from one SFT model and return their curves."""
     import torch
@@ -71,9 +76,8 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.io import make_policy_model
     from whorl.align.stage.sft import fine_tune
+    from whorl.evals.grading import GRADERS, VerifiableTask
     from whorl.evals.model.example import ExampleTokenizer
-    from whorl.evals.verify.registry import VERIFIERS
-    from whorl.evals.verify.task import Verdict, VerifiableTask
     from whorl.models import make_model, whorl_decoder
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.tracking.seeds import generator, numpy_rng
@@ -110,9 +114,7 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
         ),
         pad_id=tokenizer.pad_id,
     )
-    VERIFIERS["prediction"] = lambda task, completion: Verdict(
-        float(completion[:1] == task.answer), completion[:1] == task.answer, ""
-    )
+    GRADERS.entries["prediction"] = f"{__name__}:prediction_is_right"
     maps = [prompt() for _ in range(TASKS)]
     tasks = [
         VerifiableTask(id=str(n), prompt=f"{text}\n", answer=side(walk_of(text)), verifier="prediction")

@@ -104,7 +104,7 @@ def copying(seed: int, n_texts: int) -> list[Any]:
 
 def repair_data(seed: int, n_texts: int) -> tuple[dict[str, list[Any]], list[Any], list[Any]]:
     """Return (conversations of each arm, training tasks, held-out tasks); one pair of constants in ten is held out."""
-    from whorl.evals.verify.task import VerifiableTask
+    from whorl.evals.grading.task import VerifiableTask
     from whorl.tracking.seeds import numpy_rng
 
     rng = numpy_rng(seed, "programs")

@@ -22,8 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _run import claim, data_path, parse, sized
 
-from whorl.evals.metrics import grade_all
-from whorl.evals.verify.final_answer import same_answer
+from whorl.evals.grading import grade_all
+from whorl.evals.grading.final_answer import same_answer
 
 BBH, GSM8K = "https://github.com/suzgunmirac/BIG-Bench-Hard", "https://github.com/openai/grade-school-math"
 BACKSLASH = r"\\\1"

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _peers import environment, interpreters
 from _run import claim, parse, sized, skip
 
-from whorl.evals.metrics.constraints import CHECKS, read_constraints, satisfies
+from whorl.evals.grading.constraints import CHECKS, read_constraints, satisfies
 
 EXCEPT = (
     "language:response_language",

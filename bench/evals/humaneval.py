@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _run import claim, data_path, parse, sized
 
-from whorl.evals.metrics import grade_all
+from whorl.evals.grading import grade_all
 from whorl.sandbox import ResourceLimits, Sandbox
 
 

@@ -15,13 +15,13 @@ from tests.support.tiny import make_transformer
 
 from whorl.align.stage.io import read_tasks
 from whorl.errors import WhorlError
+from whorl.evals.grading import VerifiableTask, grade_tasks
 from whorl.evals.runner import evaluate
 from whorl.evals.suites.suite import SuiteInputs, load_suite
 from whorl.evals.system.backend import SystemBackend
 from whorl.evals.system.config import read_system
 from whorl.evals.tasks import load_task, make_task
 from whorl.evals.tasks.config import parse_task, read_task_file
-from whorl.evals.verify import VerifiableTask, verify_all
 from whorl.models.serialization import load_model, save_model
 from whorl.recipes import parse_recipe
 from whorl.tokens.template_source import compile_template
@@ -36,7 +36,7 @@ ITEMS = {"name": "v", "kind": "verify", "template": "{{ prompt }}", "gold": "ans
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a module that leaves a file `ran` when it is imported."""
     (tmp_path / "planted.py").write_text(
-        f"open({str(tmp_path / 'ran')!r}, 'w')\ndef run(task, completion):\n    return 1.0\n"
+        f"open({str(tmp_path / 'ran')!r}, 'w')\ndef run(gold, text):\n    return 1.0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "tasks.jsonl").write_text(json.dumps(RECORD) + "\n")
@@ -79,7 +79,7 @@ def open_task_file(folder: Path) -> Any:
 
 
 ENTRANCES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "task": (lambda _: verify_all([VerifiableTask("t3", "?", verifier=VERIFIER)], [""]), "task 't3'"),
+    "task": (lambda _: grade_tasks([VerifiableTask("t3", "?", verifier=VERIFIER)], [""]), "task 't3'"),
     "file of the step tasks": (lambda folder: read_tasks(folder, "train"), "task 'r7'"),
     "item": (lambda _: task_of(), "task v, item 'r7'"),
     "template": (
@@ -87,7 +87,7 @@ ENTRANCES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "task v, item 'r7'",
     ),
     "metric of a task": (
-        lambda _: task_of(kind="generate", options={"metric": PLANTED}),
+        lambda _: task_of(kind="generate", options={"metric": VERIFIER}),
         "task v: options.metric",
     ),
     "kind of a task file": (open_task_file, "task f: kind"),
@@ -113,7 +113,7 @@ def test_step_tasks_and_verb_refuse_a_record(folder: Path) -> None:
     written(folder / "r.toml", recipe)
     assert "task 'r7': verifier" in refuse(folder, "run", "r.toml") and not (folder / "ran").exists()
     succeed(folder, "--code", PLANTED, "run", "r.toml")
-    verdict = verify_all([VerifiableTask("t", "?", verifier=VERIFIER)], [""])[0]
+    verdict = grade_tasks([VerifiableTask("t", "?", verifier=VERIFIER)], [""])[0]
     assert verdict.passed and (folder / "ran").exists()
     (folder / "ran").unlink()
     assert "names no code" in refuse(folder, "--code", "planted", "ls")
@@ -131,8 +131,8 @@ def test_recipe_names_code_for_its_data(folder: Path) -> None:
 
 
 def test_own_suites_need_no_permission(folder: Path) -> None:
-    own = VerifiableTask("g", "?", verifier="custom:whorl.align.data.reasoning_gym:score_completion")
-    assert "names the code" not in verify_all([own], [""])[0].reason
+    own = VerifiableTask("g", "?", verifier="reasoning_gym")
+    assert "names the code" not in grade_tasks([own], [""])[0].reason
     answers = by_text(lambda _: "2")
     plain = make_task(parse_task(ITEMS, "v.toml"), [{**RECORD, "verifier": "exact"}])
     assert evaluate(answers, [plain])[0].outcomes == {"right": 1}

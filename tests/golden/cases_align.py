@@ -25,7 +25,7 @@ from whorl.align.rl import config as rl_settings
 from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.rl.train import train_policy
 from whorl.align.stage.sft import fine_tune
-from whorl.evals.verify.task import VerifiableTask
+from whorl.evals.grading.task import VerifiableTask
 from whorl.models import LanguageModel
 
 COMMON: dict[str, Any] = {"dtype": "float32", "lr_scale": 0.2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whorl.evals.verify.program_verifiers import parse_or_none
+from whorl.evals.grading.programs import parse_or_none
 
 PYTHON_PROMPTS = ("def ", 'class Node:\n    """')
 CHECKED_TEXTS = 8

@@ -176,11 +176,11 @@ def evaluate_held_out(
     found = {"tasks": float(len(fitting))}
     with Sandbox() as sandbox:
         for name, temperature in temperatures.items():
-            _, verdicts = evaluate_tasks(
+            _, grades = evaluate_tasks(
                 network, example_tokenizer, fitting, max_tokens=max_tokens, length=length, temperature=temperature,
                 seed=seed, sandbox=sandbox,
             )  # fmt: skip
-            found[name] = sum(v.passed for v in verdicts) / len(verdicts)
+            found[name] = sum(v.passed for v in grades) / len(grades)
     return found
 
 

@@ -19,7 +19,7 @@ from whorl.align.data.formats import to_conversation, to_preference, to_prompt_c
 from whorl.data.quarantine import REASONS, BadRecordError
 from whorl.data.record_files import records
 from whorl.errors import DataError
-from whorl.evals.verify.read import read_tasks, to_task
+from whorl.evals.grading.read import read_tasks, to_task
 
 U, A = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}
 OTHER = {"role": "assistant", "content": "what?"}

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from tests.support.recipes.align_steps import run_text
 
-from whorl.align.data.reasoning_gym import HELD_OUT, reasoning_gym_tasks, score_completion
+from whorl.align.data.reasoning_gym import HELD_OUT, reasoning_gym_tasks
 from whorl.errors import ConfigError, DataError
-from whorl.evals.verify import reasoning_gym as gym
-from whorl.evals.verify import verify_all
+from whorl.evals.grading import grade_tasks
+from whorl.evals.suites import gym_entries as gym
+from whorl.evals.suites.reasoning_gym import solved
 from whorl.recipes.steps.align.data import TasksConfig
 
 
@@ -56,11 +57,11 @@ def test_splits_are_far_apart_and_share_no_question() -> None:
 def test_scorer_of_package_grades_in_its_process() -> None:
     rows = reasoning_gym_tasks("chain_sum", {1: 1.0}, n_train=6, n_test=1)["train"]
     tasks, answers = [task for task, _ in rows], [str(answer) for _, answer in rows]
-    right = verify_all(tasks, answers)
-    tagged = verify_all(tasks, [f"Some thoughts <answer>{a}</answer>" for a in answers])
-    wrong = verify_all(tasks, ["", "no number", *["999999"] * 4])
-    assert all(v.passed and v.reward == 1.0 for v in [*right, *tagged])
-    assert not any(v.passed or v.failed for v in wrong) and max(v.reward for v in wrong) < 1
+    right = grade_tasks(tasks, answers)
+    tagged = grade_tasks(tasks, [f"Some thoughts <answer>{a}</answer>" for a in answers])
+    wrong = grade_tasks(tasks, ["", "no number", *["999999"] * 4])
+    assert all(v.passed and v.value == 1.0 for v in [*right, *tagged])
+    assert not any(v.passed or v.failed for v in wrong) and max(v.value for v in wrong) < 1
 
 
 @pytest.mark.usefixtures("package")
@@ -89,18 +90,18 @@ def test_wrong_types_of_scorer_are_errors(
     for _ in range(2):
         if failed:
             with pytest.raises((DataError, KeyError)):
-                score_completion(task, "3")
+                solved(task.answer, "3")
         else:
-            assert score_completion(task, "3").passed is passed
+            assert solved(task.answer, "3").passed is passed
     assert gym._entry(replace(gym.GymEntry(**json.loads(task.answer))))["metadata"]
 
 
 @pytest.mark.usefixtures("package")
-def test_other_question_is_error_of_verifier() -> None:
+def test_other_question_is_error_of_grader() -> None:
     ((task, answer),) = reasoning_gym_tasks("chain_sum", {0: 1.0}, n_train=1, n_test=1)["train"]
     spec = json.loads(task.answer)
     changed = replace(task, answer=json.dumps({**spec, "question": "0" * 16}))
-    verdict = verify_all([changed], [str(answer)])[0]
+    verdict = grade_tasks([changed], [str(answer)])[0]
     assert verdict.failed and "another question" in verdict.reason
 
 
@@ -155,7 +156,7 @@ def test_unevaluated_integral_is_no_solution() -> None:
     assert None in solutions and not any("Integral" in answer for answer in solutions if answer)
     unsolved = next(task for task, answer in made["train"] if answer is None)
     integrand = unsolved.prompt.split("\n")[0].partition("\u222b ")[2].rpartition(" dx")[0]
-    assert verify_all([unsolved], [f"<answer>Integral({integrand}, x) + C</answer>"])[0].reward == 0
+    assert grade_tasks([unsolved], [f"<answer>Integral({integrand}, x) + C</answer>"])[0].value == 0
 
 
 @pytest.mark.usefixtures("package")

@@ -22,8 +22,8 @@ from whorl.align.preference.reward_model import RewardModel, save_reward_model, 
 from whorl.align.preference.reward_report import correlation, evaluate_reward_model, make_reward_report
 from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import CheckpointError, DataError
+from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.example import TokenizedExample
-from whorl.evals.verify.task import VerifiableTask
 
 LORA = LoRAConfig(rank=2, alpha=4.0)
 
@@ -134,11 +134,11 @@ def test_verdicts_are_of_the_scores() -> None:
     scored = model.score_examples(texts)
     tasks = [VerifiableTask(id=str(n), prompt="a>") for n in range(5)]
     verdicts = rewards.score_completions(model, writer, tasks, answers)
-    assert [v.reward for v in verdicts] == pytest.approx(torch.sigmoid(scored).tolist(), rel=1e-5)
+    assert [v.value for v in verdicts] == pytest.approx(torch.sigmoid(scored).tolist(), rel=1e-5)
     assert [v.passed for v in verdicts] == (scored > 0).tolist()
     model.model.max_positions = 8
     long = rewards.score_completions(model, writer, tasks[:2], ["x" * 20, "x"])
-    assert long[0].reward == 0 and long[0].reason.startswith("verifier") and long[1].reward > 0
+    assert long[0].value == 0 and long[0].reason.startswith("verifier") and long[1].value > 0
     with pytest.raises(DataError, match="2 completions"):
         rewards.score_completions(model, writer, tasks, ["x", "y"])
 

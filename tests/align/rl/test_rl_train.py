@@ -39,7 +39,7 @@ from whorl.align.rl.replicas import ReplicaGroup, choose_rl_replicas
 from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.rl.train import PolicyTask, train_policy
 from whorl.errors import ConfigError, ProducerError
-from whorl.evals.verify.task import VerifiableTask
+from whorl.evals.grading.task import VerifiableTask
 from whorl.machine.device_probe import probe
 from whorl.objectives.llm_policy import PRESETS, CompletionTokens, policy_loss
 from whorl.objectives.next_token import Loss

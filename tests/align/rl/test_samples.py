@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from whorl.align.rl.samples import COMPLETION_CHARACTERS, rollout_table
-from whorl.evals.verify.task import VerifiableTask
+from whorl.evals.grading.task import VerifiableTask
 
 
 def test_table_shows_lines_lengths_and_reasons() -> None:

@@ -18,7 +18,7 @@ from whorl.align.data.bug_injection import BUG_KINDS, bug_preferences, inject_bu
 from whorl.errors import ConfigError
 from whorl.evals.code.functions import PythonFunction, extract_functions
 from whorl.evals.code.tasks import CodeTask, doctest_tasks, filter_solvable
-from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.evals.grading import Grade, VerifiableTask
 
 Sources = list[tuple[str, str]]  # name and text of each file
 MODULE = '''\
@@ -83,7 +83,7 @@ def named(found: list[PythonFunction], name: str) -> PythonFunction:
     return next(f for f in found if f.name == name)
 
 
-def run_examples(tasks: Sequence[VerifiableTask], completions: list[str]) -> list[Verdict]:
+def run_examples(tasks: Sequence[VerifiableTask], completions: list[str]) -> list[Grade]:
     """Run trusted code in this process and return verdicts."""
     verdicts = []
     for task, completion in zip(tasks, completions, strict=True):
@@ -91,11 +91,11 @@ def run_examples(tasks: Sequence[VerifiableTask], completions: list[str]) -> lis
         try:
             exec(compile(task.prompt + completion, task.id, "exec"), names)
         except Exception as error:
-            verdicts.append(Verdict(0.0, False, type(error).__name__))
+            verdicts.append(Grade(0.0, False, type(error).__name__))
             continue
         test = doctest.DocTestParser().get_doctest(task.answer, names, task.id, None, None)
         failed = doctest.DocTestRunner(verbose=False).run(test, out=lambda _: None).failed
-        verdicts.append(Verdict(float(not failed), not failed, "failed" if failed else ""))
+        verdicts.append(Grade(float(not failed), not failed, "failed" if failed else ""))
     return verdicts
 
 
@@ -155,7 +155,7 @@ def test_doctest_tasks_are_solved_by_own_bodies(real: Sources) -> None:
     wrong = [CodeTask(m.task, "    return None\n", m.file) for m in kept]
     emptied, why = filter_solvable(wrong, run_examples)
     assert not emptied and why["failed"]
-    given, n = [Verdict(1.0, True, "passed")] * len(kept), len(kept)
+    given, n = [Grade(1.0, True, "passed")] * len(kept), len(kept)
     assert filter_solvable(kept, lambda tasks, completions: given) == ([], {"passes without an answer": n})
     assert [m.task.id for m in doctest_tasks(real[::-1])] == [m.task.id for m in mined]
 

@@ -9,8 +9,8 @@ import pytest
 from tests.support.evals.backend import FakeBackend, by_text
 
 from whorl.errors import WhorlError
+from whorl.evals.grading import Grade, VerifiableTask, grade_tasks
 from whorl.evals.kinds.kind import Metric
-from whorl.evals.metrics import Graded
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response
 from whorl.evals.runner import evaluate
 from whorl.evals.statistics.seeds import variance_components
@@ -113,8 +113,8 @@ def test_constraints_count_instructions() -> None:
     )
 
 
-def vowels(gold: Any, text: str, *, finish: str = "stop") -> Graded:
-    return Graded({"vowels": float(sum(c in "aeiou" for c in text))}, "right")
+def vowels(gold: Any, text: str, *, finish: str = "stop") -> Grade:
+    return Grade.of({"vowels": float(sum(c in "aeiou" for c in text))}, "right")
 
 
 vowels.scores = {"vowels": Metric("vowels", "letters", None, 0.0, None)}  # type: ignore[attr-defined]
@@ -122,10 +122,26 @@ vowels.scores = {"vowels": Metric("vowels", "letters", None, 0.0, None)}  # type
 
 def test_metric_of_a_user_and_conversations() -> None:
     permit_code(f"{__name__}:vowels")
-    made = task(SUMS[:1], chat=True, options={"metric": f"{__name__}:vowels"})
+    made = task(SUMS[:1], chat=True, options={"metric": f"custom:{__name__}:vowels"})
     result = evaluate(by_text(lambda _: "aeroplane"), [made])[0]
     assert result.measure("vowels").value == 5 and result.measure("vowels").unit == "letters"
     assert result.items[0].prompt == "[user]\n0 + 0 ="
+
+
+def test_a_users_grader_is_metric_and_reward() -> None:
+    path = "tests.support.evals.grading_functions:length"
+    permit_code(path)
+    made = task(SUMS[:1], options={"metric": f"custom:{path}"})
+    result = evaluate(by_text(lambda _: "five5"), [made])[0]
+    reward = VerifiableTask("t", "?", verifier=f"2 custom:{path}")
+    assert result.measure("length").value == 0.5 and result.outcomes == {"wrong": 1}
+    assert grade_tasks([reward], ["five5"])[0].value == 1.0
+    options = {
+        "metric": "custom:tests.support.evals.grading_functions:cites",
+        "metric_options": {"word": "5"},
+    }
+    permit_code("tests.support.evals.grading_functions:cites")
+    assert evaluate(by_text(lambda _: "five5"), [task(SUMS[:1], options=options)])[0].outcomes == {"right": 1}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +150,7 @@ def test_metric_of_a_user_and_conversations() -> None:
         ([{"q": "a", "a": None}], {}, "item '1' has no gold answer"),
         ([{"q": "a", "a": ["1", "2"]}], {}, "item '1' has 2 gold answers"),
         ([{"q": "a", "a": "many"}], {}, "item '1': the gold answer 'many' has no number"),
-        (SUMS, {"options": {"metric": "numerical"}}, "no metric 'numerical'"),
+        (SUMS, {"options": {"metric": "numerical"}}, "no grader 'numerical'"),
         (SUMS, {"options": {"metric": "numeric", "metric_options": {"shape": 1}}}, "has no option 'shape'"),
         (SUMS, {"generation": {"samples": 4}}, "4 samples at temperature 0 are equal"),
         (SUMS, {"options": {"metric": "numeric", "k": [2]}}, "pass@2 of 1 samples"),

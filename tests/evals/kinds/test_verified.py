@@ -47,8 +47,8 @@ def test_limit_and_broken_verifier_are_no_wrong_answers() -> None:
     config = {"name": "v", "kind": "verify", "template": "{{ prompt }}", "gold": "answer"}
     cut = FakeBackend(lambda _: Completion("so", finish="length"))
     assert evaluate(cut, [make_task(parse_task(config, "v"), [SUM])])[0].outcomes == {"truncated": 1}
-    permit_code("tests.support.evals.verify_functions:raises")
-    broken = SUM | {"verifier": "custom:tests.support.evals.verify_functions:raises"}
+    permit_code("tests.support.evals.grading_functions:raises")
+    broken = SUM | {"verifier": "custom:tests.support.evals.grading_functions:raises"}
     result = run([broken], {"2+3=": "5"})
     assert result.outcomes == {"error": 1} and result.measure("passed").bounds == (0.0, 1.0)
 

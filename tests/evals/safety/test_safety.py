@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError, DataError
-from whorl.evals.metrics import grade_all
+from whorl.evals.grading import grade_all
 from whorl.evals.results import ItemResult
 from whorl.evals.safety import (
     TRANSFORMATIONS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 from tests.support.evals.backend import by_text
 
 from whorl.errors import ConfigError
+from whorl.evals.grading import VerifiableTask, custom, grade_all, grade_tasks
 from whorl.evals.runner import evaluate
 from whorl.evals.suites import SuiteInputs, load_suite
+from whorl.evals.suites import gym_entries as gym
 from whorl.evals.suites import reasoning_gym as suite
-from whorl.evals.verify import reasoning_gym as gym
 
 PACKAGE = """
 class Sums:
@@ -114,12 +116,15 @@ def test_outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "stop", "not_found"),
     ):
         assert suite.solved(gold, text, finish=finish).outcome == outcome
-    monkeypatch.setattr(suite, "SECONDS", 0.5)
-    hanging = suite.solved(gold, "<answer>hang</answer>")
-    assert hanging.outcome == "error" and not hanging.scores and "longer than 0.5 s" in hanging.reason
-    assert suite.solved(gold, "<answer>7</answer>").outcome == "right"  # in a new process
+    monkeypatch.setattr(custom.grade_in_process, "__defaults__", (0.5, 60.0))
     changed = {**gold, "entry": {**gold["entry"], "question": "0" * 16}}
-    assert "another question" in suite.solved(changed, "<answer>7</answer>").reason
+    texts = ["<answer>hang</answer>", "<answer>7</answer>", "<answer>7</answer>"]
+    hanging, right, other = grade_all("reasoning_gym", [gold, gold, changed], texts)
+    assert hanging.outcome == "error" and not hanging.scores and "longer than 0.5 s" in hanging.reason
+    assert right.outcome == "right"  # in a new process
+    assert other.outcome == "error" and "another question" in other.reason
+    task = VerifiableTask("g", "?", verifier="reasoning_gym", answer=json.dumps(gold["entry"]))
+    assert [g.value for g in grade_tasks([task] * 2, ["The answer is 7.", "8"])] == [1.0, 0.01]
 
 
 @pytest.mark.usefixtures("package")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from whorl.errors import WhorlError
-from whorl.evals.metrics import get_metric
+from whorl.evals.grading import get_grader
 from whorl.evals.model.requests import GenerateRequest, ScoreRequest, TextRequest
 from whorl.evals.suites.suite import read_any_task
 from whorl.evals.tasks import EvalTask, load_task
@@ -91,7 +91,7 @@ def test_white_space_counts_unless_a_filter_removes_it(
 ) -> None:
     steps = [{"name": "f", "filter": [*filters, {"function": "take_first"}]}]
     options = read(tmp_path, GENERATE | {"filter_list": steps}).kind.options.metric_options
-    graded = get_metric("exact", options)("1", " 1", **options)
+    graded = get_grader("exact", options)("1", " 1", **options)
     assert graded.scores["exact_strict"] == right
 
 

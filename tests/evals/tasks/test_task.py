@@ -95,7 +95,7 @@ def test_hash_covers_content_configuration_and_version() -> None:
         ({"metrics": ["scores"]}, ["has no metric 'scores'", "did you mean 'score'"]),
         ({"options": {"forms": 1}}, ["options of the kind", "forms is no setting"]),
         ({"kind": "choice", "options": {"form": 1}}, ["form is no setting", "one of: forms,", "did you mean 'forms'"]),
-        ({"kind": "generate", "options": {"metric": "exakt"}}, ["task sums: no metric 'exakt'", "did you mean 'exact'"]),
+        ({"kind": "generate", "options": {"metric": "exakt"}}, ["task sums: no grader 'exakt'", "did you mean 'exact'"]),
         ({"kind": "quiz"}, ["task sums: no kind of task 'quiz'", "choice"]),
         ({"name": "a b"}, ["test.toml: name is wrong", "letters, digits"]),
         ({"data": {"tset": "x"}}, ["test.toml: data.tset is no setting", "did you mean 'test'"]),

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from tests.support.align.byte_model import decoder, scribe
 
 from whorl.errors import ConfigError, DataError
+from whorl.evals.grading import Grade, VerifiableTask, grade_tasks
 from whorl.evals.model.example import TokenizedExample
 from whorl.evals.model.sampling import SampledCompletion, rollout_engine
 from whorl.evals.test_time import scaling
 from whorl.evals.test_time.scaling import ScalingConfig, ScalingResult, measure_scaling, vote_key
-from whorl.evals.verify import Verdict, VerifiableTask, verify_all
 
 EOS = 257
 
@@ -46,7 +46,7 @@ def run(
     script, engine = Script(says), SimpleNamespace(max_positions=200)
     monkeypatch.setattr(scaling, "sample_completions", script)
     config = ScalingConfig(n_samples=1, max_completion_tokens=40, max_answer_tokens=4, **settings)
-    return measure_scaling(engine, scribe(), [task], config, verify_all), script.asked  # type: ignore[arg-type]
+    return measure_scaling(engine, scribe(), [task], config, grade_tasks), script.asked  # type: ignore[arg-type]
 
 
 TASK = VerifiableTask("t", prompt="2+3+4\n", verifier="numeric", answer="9")
@@ -92,9 +92,14 @@ def test_split_thinking_inside_token() -> None:
 
 def test_vote_key_normalizes_numbers() -> None:
     text = VerifiableTask("e", prompt="p", verifier="exact", answer="x")
-    assert {vote_key(TASK, t) for t in ("1+8=9\n#### 9", "#### 9.0", "so it is 9.")} == {"9"}
-    assert vote_key(TASK, "nothing") == ""
-    assert vote_key(text, " yes \n") == "yes" != vote_key(text, "no")
+
+    def key(task: VerifiableTask, answer: str) -> str:
+        return vote_key(grade_tasks([task], [answer])[0], answer)
+
+    assert {key(TASK, t) for t in ("1+8=9\n#### 9", "#### 9.0", "so it is 9.")} == {"9"}
+    assert key(TASK, "nothing") == ""
+    assert key(text, " yes \n") == key(text, "The answer is yes.") == "yes" != key(text, "no")
+    assert vote_key(Grade(0.0, False), " return 1\n") == "return 1"
 
 
 def test_failed_verifications_count_at_each_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +122,8 @@ def drawn() -> ScalingResult:
         answer_marker="Q", seed=3,
     )  # fmt: skip
 
-    def judge(some: Sequence[VerifiableTask], texts: Sequence[str]) -> list[Verdict]:
-        return [Verdict(float(len(text) % 2 == 0), len(text) % 2 == 0) for text in texts]
+    def judge(some: Sequence[VerifiableTask], texts: Sequence[str]) -> list[Grade]:
+        return [Grade(float(len(text) % 2 == 0), len(text) % 2 == 0) for text in texts]
 
     def short(texts: Sequence[TokenizedExample]) -> list[float]:
         return [-float(len(text)) for text in texts]
@@ -152,9 +157,9 @@ def test_curves_share_one_set_of_samples(drawn: ScalingResult) -> None:
 def test_measure_scaling_rejects_invalid_arguments() -> None:
     engine = rollout_engine(decoder(), scribe(), sequences=4, max_length=48)
     with pytest.raises(DataError, match="no tasks"):
-        measure_scaling(engine, scribe(), [], ScalingConfig(), verify_all)
+        measure_scaling(engine, scribe(), [], ScalingConfig(), grade_tasks)
     config = ScalingConfig(max_completion_tokens=40, max_answer_tokens=4)
     with pytest.raises(ConfigError, match=r"(?s)task 't' has a prompt of 7 ids.*expected: a context of"):
-        measure_scaling(engine, scribe(), [TASK], config, verify_all)
+        measure_scaling(engine, scribe(), [TASK], config, grade_tasks)
     with pytest.raises(ValidationError, match="0 to max_completion_tokens = 8"):
         ScalingConfig(max_completion_tokens=8, thinking_budgets=(4, 9))

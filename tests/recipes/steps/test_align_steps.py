@@ -14,7 +14,7 @@ from whorl.align.stage.io import read_prompt_completions, read_tasks
 from whorl.cli.jobs.report import report
 from whorl.engine.native import runner
 from whorl.errors import ConfigError, DataError, NotApplicableError
-from whorl.evals.verify import verify_all
+from whorl.evals.grading import grade_tasks
 from whorl.machine import device_probe
 from whorl.machine.device_probe import Measurement, choose
 from whorl.models import load_model
@@ -257,8 +257,8 @@ def test_tasks_from_python_files(code: str) -> None:
     pairs = read_prompt_completions(artifact.path, "train")
     assert [pair.prompt for pair in pairs] == [task.prompt for task in found["train"]]
     with Sandbox() as sandbox:
-        verdicts = verify_all(found["train"], [pair.completion for pair in pairs], sandbox)
-        wrong = verify_all(found["train"][:1], ["    return None\n"], sandbox)
+        verdicts = grade_tasks(found["train"], [pair.completion for pair in pairs], sandbox)
+        wrong = grade_tasks(found["train"][:1], ["    return None\n"], sandbox)
     assert all(verdict.passed for verdict in verdicts) and not wrong[0].passed
 
 

@@ -24,8 +24,8 @@ from whorl.align.stage.io import read_tasks
 from whorl.engine.request import Grammar
 from whorl.engine.sampling.grammar import GrammarCompiler
 from whorl.errors import DataError
+from whorl.evals.grading.read import to_task
 from whorl.evals.model.example import ExampleTokenizer, LengthFilter
-from whorl.evals.verify.read import to_task
 from whorl.serve.api.protocol import Tool, ToolChoice
 from whorl.serve.api.tools import tool_choice_grammar
 

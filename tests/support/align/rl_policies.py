@@ -13,7 +13,7 @@ from whorl.align.rl.config import RLConfig, RLRunConfig
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.rl.train import train_policy
-from whorl.evals.verify.task import VerifiableTask
+from whorl.evals.grading.task import VerifiableTask
 
 SMALL = RLConfig(
     steps=4, prompts_per_step=3, group_size=4, max_completion_tokens=5, max_seq_len=24, lr_scale=0.2,

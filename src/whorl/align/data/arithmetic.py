@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from whorl.align.data.formats import Conversation, PromptCompletion
 from whorl.errors import ConfigError, DataError, one_of
-from whorl.evals.verify.task import VerifiableTask
+from whorl.evals.grading.task import VerifiableTask
 
 ANSWER_PREFIX = "#### "  # precedes the answer on the last line
 SLOTS = 12  # draws per problem: level, and for up to 4 terms the numbers, operators and order

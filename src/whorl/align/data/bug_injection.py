@@ -28,7 +28,7 @@ from itertools import pairwise
 from whorl.align.data.formats import Preference
 from whorl.errors import ConfigError, one_of
 from whorl.evals.code.functions import PythonFunction, stable_hash
-from whorl.evals.verify.program_verifiers import parse_or_none
+from whorl.evals.grading.programs import parse_or_none
 
 OPERATOR_SWAPS = {
     "==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">",

@@ -21,7 +21,7 @@ from pathlib import Path
 from whorl.align.data.formats import Conversation, PromptCompletion
 from whorl.data.quarantine import BadRecordError, Quarantine
 from whorl.data.record_files import records
-from whorl.evals.verify.task import VerifiableTask
+from whorl.evals.grading.task import VerifiableTask
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 FINAL = re.compile(r"\n#### *(-?)\$?(\d[\d,]*(?:\.\d+)?|\.\d+) *\Z")

@@ -3,7 +3,7 @@
     preferences(path, quarantine)   -> an iterator of Preference; likewise conversations, pairs, unpaired
 
 `path` is a file or a folder of `whorl.data.record_files`. A file without a single good record raises: the path or the field
-names are probably wrong. Tasks are read by `whorl.evals.verify.read`.
+names are probably wrong. Tasks are read by `whorl.evals.grading.read`.
 """
 
 from __future__ import annotations

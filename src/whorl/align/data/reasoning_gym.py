@@ -6,23 +6,22 @@ A level sets every attribute of the generator's curriculum, as `set_global_level
 the sum of the generator's seed and the entry's index. So the held-out seeds begin at 2^31, far above those of training.
 Small generators repeat their questions all the same: a training question that is also held out is dropped.
 
-The verifier calls the package's scorer (`evals/verify/reasoning_gym.py`) in the process of custom verifiers, which has a
-time limit. An error of the scorer, or another question than the task's, is `failed`, not a wrong answer.
+The grader calls the package's scorer (`evals/suites/gym_entries.py`) in the process of users' graders, which has a time
+limit. An error of the scorer, or another question than the task's, is `failed`, not a wrong answer.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from whorl.errors import ConfigError, DataError
-from whorl.evals.verify.reasoning_gym import GymEntry, generator_of, question_hash, score_answer, score_made
-from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.evals.grading.task import VerifiableTask
+from whorl.evals.suites.gym_entries import GymEntry, generator_of, question_hash, score_made
 
-VERIFIER = f"custom:{__name__}:score_completion"
+VERIFIER = "reasoning_gym"
 SEEDS = 128  # values of `seed`
 LEVELS = 32
 BLOCK = 1 << 19  # generator seeds of one `seed` and one level
@@ -74,19 +73,6 @@ def reasoning_gym_tasks(
             do="request fewer held-out tasks, or add levels",
         )
     return {"train": made["train"], "test": made["test"]}
-
-
-def score_completion(task: VerifiableTask, completion: str) -> Verdict:
-    """Return the verdict of the package's scorer on the text in the last <answer> tags, or on the whole text.
-
-    Raises:
-        DataError: the generator gives another question, or the score is not a number in [0, 1].
-    """
-    answer = importlib.import_module("reasoning_gym.utils").extract_answer(completion)
-    reward = score_answer(
-        GymEntry(**json.loads(task.answer)), completion.strip() if answer is None else answer
-    )
-    return Verdict(reward, reward >= 1.0, "passed" if reward >= 1.0 else f"wrong: score {reward:.3g}")
 
 
 def _distinct(

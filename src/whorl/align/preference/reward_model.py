@@ -45,8 +45,8 @@ from whorl.align.stage.task import (
     run_stage,
 )
 from whorl.errors import CheckpointError, DataError
+from whorl.evals.grading import Grade, VerifiableTask
 from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
-from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.models import LanguageModel, load_model, save_model
 from whorl.objectives.next_token import Loss
 from whorl.objectives.reward import bradley_terry
@@ -189,8 +189,8 @@ def score_completions(
     example_tokenizer: ExampleTokenizer,
     tasks: Sequence[VerifiableTask],
     completions: Sequence[str],
-) -> list[Verdict]:
-    """Return a verdict for each completion, like the verifiers of `evals/verify`.
+) -> list[Grade]:
+    """Return a grade for each completion, as `grade_tasks`.
 
     The reward is sigma(r), from 0 to 1: the probability of being preferred to a completion of reward 0. It is
     bounded, so one completion cannot dominate a batch. A completion that cannot be scored (too long, not renderable)
@@ -201,7 +201,7 @@ def score_completions(
             f"there are {len(completions):,} completions and {len(tasks):,} tasks", expected="equal numbers"
         )
     texts: dict[int, TokenizedExample] = {}
-    found = [Verdict(0.0, False, "")] * len(tasks)
+    found = [Grade(0.0, False, "")] * len(tasks)
     longest = model.model.max_positions
     for n, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
         try:
@@ -209,20 +209,20 @@ def score_completions(
                 task.prompt or task.messages, completion, task.tools, task.chat_template_kwargs
             )
         except DataError as error:
-            found[n] = Verdict(0.0, False, f"verifier: {str(error).splitlines()[0]}", failed=True)
+            found[n] = Grade.error(f"verifier: {str(error).splitlines()[0]}")
             continue
         if longest is not None and len(text) > longest:
-            found[n] = Verdict(0.0, False, f"verifier: longer than {longest:,} ids", failed=True)
+            found[n] = Grade.error(f"verifier: longer than {longest:,} ids")
         else:
             texts[n] = text
     for n, r in zip(texts, model.score_examples(list(texts.values())).tolist(), strict=True):
-        found[n] = Verdict(float(torch.sigmoid(torch.tensor(r))), r > 0, f"reward {r:.3f}")
+        found[n] = Grade(float(torch.sigmoid(torch.tensor(r))), r > 0, f"reward {r:.3f}")
     return found
 
 
 def load_reward_verifier(
     folder: Path, dtype: str, device: str = "cpu"
-) -> Callable[[Sequence[VerifiableTask], Sequence[str]], list[Verdict]]:
+) -> Callable[[Sequence[VerifiableTask], Sequence[str]], list[Grade]]:
     """Return a verifier that uses the reward model in `folder`, computing in `dtype` on `device`.
 
     It reads text with its own tokenizer, so the policy may have another one.

@@ -14,9 +14,9 @@ from whorl.evals.episodes.env_loop import StepError, make_env_loop
 from whorl.evals.episodes.environment import Prompt, TextEnv, make_environment
 from whorl.evals.episodes.runner import EpisodeRunner
 from whorl.evals.episodes.samplers import EngineSampler
+from whorl.evals.grading import Grade, VerifiableTask
 from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.model.sampling import rollout_engine
-from whorl.evals.verify.task import Verdict, VerifiableTask
 
 RESETS = 64  # environments that start at a time
 
@@ -79,8 +79,8 @@ def evaluate_episodes(
     tasks: Sequence[VerifiableTask],
     config: RLConfig,
     temperature: float = 0.0,
-) -> tuple[list[str], list[Verdict]]:
-    """Return (texts of the replies, verdicts) of one episode per task with the current weights.
+) -> tuple[list[str], list[Grade]]:
+    """Return (texts of the replies, grades) of one episode per task with the current weights.
 
     temperature: 0 decodes greedily.
     """
@@ -92,4 +92,4 @@ def evaluate_episodes(
         runner = EpisodeRunner(sampler, loop, config.environment)
         sampling = SamplingParams(temperature=temperature, top_p=1.0, top_k=0)
         episodes = runner.run(tasks, sampling, seed=config.seed)
-    return [episode.text for episode in episodes], [episode.verdict for episode in episodes]
+    return [episode.text for episode in episodes], [episode.grade for episode in episodes]

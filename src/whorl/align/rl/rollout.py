@@ -40,8 +40,8 @@ from whorl.align.rl.config import AsyncRolloutConfig, RolloutConfig
 from whorl.align.rl.replicas import ReplicaGroup, worker_devices
 from whorl.align.stage.io import load_example_tokenizer
 from whorl.evals.episodes import EngineSampler, Episode, EpisodeRunner, make_env_loop
+from whorl.evals.grading import Grade, VerifiableTask
 from whorl.evals.model.sampling import policy_sampling
-from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.models import TransformerConfig, make_model
 from whorl.slots import BoardReader, Slot, Spec
 from whorl.tracking.seeds import derive
@@ -84,11 +84,11 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """Episodes of one task and their verdicts."""
+    """Episodes of one task and their grades."""
 
     task: int
     episodes: list[Episode]
-    verdicts: list[Verdict]
+    grades: list[Grade]
 
 
 def rollout_spec(groups: int, group_size: int, length: int) -> Spec[Rollouts]:
@@ -215,7 +215,7 @@ class RolloutWorker:
 
         def roll(tasks: Sequence[int]) -> list[tuple[RolloutGroup, list[float]]]:
             sampled_groups = self._sample_groups(tasks, derive(slot.seed, "answers", next(attempts)))
-            return [(group, [v.reward for v in group.verdicts]) for group in sampled_groups]
+            return [(group, [g.value for g in group.grades]) for group in sampled_groups]
 
         found = resample(self.curriculum, roll, groups, rng, max_rounds=1 + self.dynamic_sampling_rounds)
         filler = found.uninformative[: groups - len(found.informative)]  # fill up with them
@@ -240,7 +240,7 @@ class RolloutWorker:
                     getattr(data, name)[row] = getattr(episode, name)
                 sampled += sum(episode.action_mask)
                 oldest = min([oldest, *episode.versions_sampled])
-        data.failed_verifications[0] = sum(v.failed for group in groups_kept for v in group.verdicts)
+        data.failed_verifications[0] = sum(v.failed for group in groups_kept for v in group.grades)
         weights.version = oldest if sampled else engine.version
         data.dtype[0] = ROLLOUT_DTYPES.index(self._sampler.dtype or self.dtype)
         sampled_here = [group.episodes for group in groups_kept if group.episodes]
@@ -253,7 +253,7 @@ class RolloutWorker:
         return sampled
 
     def _sample_groups(self, drawn: Sequence[int], seed: int) -> list[RolloutGroup]:
-        """Return the groups of the drawn tasks; those of other replicas have verdicts but no episodes."""
+        """Return the groups of the drawn tasks; those of other replicas have grades but no episodes."""
         k, share = self.group_size, self.replica_group.shard(len(drawn))
         own_tasks = [drawn[g] for g in share]
         found = self._episodes.run(
@@ -262,21 +262,19 @@ class RolloutWorker:
             seed=seed,
             first_index=share.start * k,
         )
-        verdicts = [episode.verdict for episode in found]
+        grades = [episode.grade for episode in found]
         own_groups = [
-            RolloutGroup(t, found[i * k : i * k + k], verdicts[i * k : i * k + k])
+            RolloutGroup(t, found[i * k : i * k + k], grades[i * k : i * k + k])
             for i, t in enumerate(own_tasks)
         ]
         if self.replica_group.is_single:
             return own_groups
-        gathered = self.replica_group.all_gather_list(
-            [x for v in verdicts for x in (v.reward, float(v.failed))]
-        )
-        all_verdicts = [
-            Verdict(reward, False, failed=bool(f))
+        gathered = self.replica_group.all_gather_list([x for v in grades for x in (v.value, float(v.failed))])
+        all_grades = [
+            Grade(reward, False, outcome="error" if f else "wrong")
             for reward, f in zip(gathered[::2], gathered[1::2], strict=True)
         ]
-        groups = [RolloutGroup(task, [], all_verdicts[g * k : g * k + k]) for g, task in enumerate(drawn)]
+        groups = [RolloutGroup(task, [], all_grades[g * k : g * k + k]) for g, task in enumerate(drawn)]
         groups[share.start : share.stop] = own_groups
         return groups
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from whorl.align.rl.experience import Experience
+from whorl.evals.grading import Grade, VerifiableTask, pass_criterion
 from whorl.evals.model.example import ExampleTokenizer
-from whorl.evals.verify import pass_criterion
-from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.tracking.progress import escape_controls
 
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS = 300, 500  # shown of each, from its beginning
@@ -31,12 +30,12 @@ class CompletionSample:
 
 
 def make_samples(
-    tasks: Sequence[VerifiableTask], completions: Sequence[str], verdicts: Sequence[Verdict], n: int = 8
+    tasks: Sequence[VerifiableTask], completions: Sequence[str], grades: Sequence[Grade], n: int = 8
 ) -> list[dict[str, object]]:
     """Return the first `n` samples as JSON."""
     found = [
-        CompletionSample(_prompt_text(task), completion, verdict.reward, verdict.passed, verdict.reason)
-        for task, completion, verdict in zip(tasks, completions, verdicts, strict=False)
+        CompletionSample(_prompt_text(task), completion, grade.value, grade.passed, grade.reason)
+        for task, completion, grade in zip(tasks, completions, grades, strict=False)
     ]
     return [asdict(sample) for sample in found[:n]]
 

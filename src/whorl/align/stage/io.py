@@ -20,10 +20,10 @@ from whorl.align.data.read import pairs
 from whorl.align.model.policy_model import PolicyModel
 from whorl.data.quarantine import Quarantine
 from whorl.engine.sampling_params import SamplingParams
-from whorl.evals import verify
+from whorl.evals import grading
+from whorl.evals.grading import Grade, VerifiableTask
 from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.model.sampling import rollout_engine, sample_completions
-from whorl.evals.verify import Verdict, VerifiableTask, pass_criterion, verify_all
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, load_model, save_model
 from whorl.models.lora import load_lora, merge_lora, save_lora
@@ -116,7 +116,7 @@ def save_stage_model(network: PolicyModel, base: Path, out: Path) -> None:
 def read_tasks(folder: Path, split: str) -> list[VerifiableTask]:
     """Return the tasks that a step wrote (`data/dataset_files.py`); empty if there is no file."""
     path = folder / f"tasks.{split}.jsonl"
-    return list(verify.read_tasks(path, Quarantine())) if path.is_file() else []
+    return list(grading.read_tasks(path, Quarantine())) if path.is_file() else []
 
 
 def read_prompt_completions(folder: Path, split: str) -> list[PromptCompletion]:
@@ -131,7 +131,7 @@ def record_pass_criterion(
     """Log and record what passing a held-out task means; return it for the headline, or "" without tasks."""
     if not tests:
         return ""
-    criterion = summary["pass_criterion"] = pass_criterion(tests)
+    criterion = summary["pass_criterion"] = grading.pass_criterion(tests)
     log(f"    a pass on held-out tasks: {criterion}")
     return f"; a pass: {criterion}"
 
@@ -147,8 +147,8 @@ def evaluate_tasks(
     temperature: float | None = None,
     seed: int = 0,
     sandbox: Sandbox | None = None,
-) -> tuple[list[str], list[Verdict]]:
-    """Return (completions, verdicts), `samples` per task in task order, with the current weights.
+) -> tuple[list[str], list[Grade]]:
+    """Return (completions, grades), `samples` per task in task order, with the current weights.
 
     temperature: None decodes greedily.
     """
@@ -163,4 +163,4 @@ def evaluate_tasks(
         engine, prompts, sampling, max_tokens=max_tokens, stop_ids=example_tokenizer.stop_ids, seed=seed
     )
     texts = [example_tokenizer.decode(completion.ids) for completion in completions]
-    return texts, verify_all([task for task in eval_tasks for _ in range(samples)], texts, sandbox)
+    return texts, grading.grade_tasks([task for task in eval_tasks for _ in range(samples)], texts, sandbox)

@@ -13,8 +13,8 @@ import typer
 from whorl.cli.options import RefArgument, StoreOption
 
 if TYPE_CHECKING:
+    from whorl.evals.grading import VerifiableTask
     from whorl.evals.test_time.scaling import ScalingResult, Scorer
-    from whorl.evals.verify import VerifiableTask
     from whorl.models import LanguageModel
 
 GSM8K_ADVICE = (
@@ -84,10 +84,10 @@ def eval_scaling(
     from whorl.cli.models.scaling_page import scaling_page, write_atomically
     from whorl.engine import load_for_sampling
     from whorl.errors import ConfigError
+    from whorl.evals.grading import grade_tasks, needs_sandbox
     from whorl.evals.model.example import ExampleTokenizer
     from whorl.evals.model.sampling import rollout_engine
     from whorl.evals.test_time.scaling import CURVES, ScalingConfig, measure_scaling
-    from whorl.evals.verify import needs_sandbox, verify_all
     from whorl.machine.device_probe import probe
     from whorl.models import load_model
     from whorl.sandbox import Sandbox
@@ -139,7 +139,7 @@ def eval_scaling(
         with progress.task("Sampling", unit="answers") as bar:
             bar.update(total=len(chosen) * samples)
             scaling = measure_scaling(
-                engine, example_tokenizer, chosen, config, lambda some, texts: verify_all(some, texts, sandbox),
+                engine, example_tokenizer, chosen, config, lambda some, texts: grade_tasks(some, texts, sandbox),
                 scorers=scorers,
                 on_finished=lambda k: bar.update(done=bar.done + k, total=max(bar.total or 0, bar.done + k)),
             )  # fmt: skip
@@ -230,7 +230,7 @@ def _load_tasks(name: str, n: int, level: int, data: Path, chat: bool, seed: int
     from whorl.align.data.gsm8k import gsm8k
     from whorl.data.quarantine import Quarantine
     from whorl.errors import ConfigError
-    from whorl.evals.verify import read_tasks
+    from whorl.evals.grading import read_tasks
 
     if name == "arithmetic":
         source = Arithmetic(seed=seed, weights={level: 1.0})

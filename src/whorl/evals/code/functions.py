@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from whorl.evals.verify.program_verifiers import parse_or_none as parse_or_none
+from whorl.evals.grading.programs import parse_or_none as parse_or_none
 
 SourceText = tuple[str, str]  # (path, text)
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from whorl.errors import DataError
-from whorl.evals.metrics.result import Graded
-from whorl.evals.verify.program_verifiers import parse_or_none
+from whorl.evals.grading.grade import Grade
+from whorl.evals.grading.programs import parse_or_none
 
 END_OF_DOCUMENT = b"\n\0"  # an unindented line that no Python file contains
 
@@ -92,7 +92,7 @@ def sample_function_prompts(
     return [prompts[int(i)] for i in order]
 
 
-def parses(gold: str, text: str, *, finish: str = "stop") -> Graded:
+def parses(gold: str, text: str, *, finish: str = "stop") -> Grade:
     """Return the score `parses`: the function, from its header and the text up to its end, is valid Python.
 
     Args:
@@ -103,10 +103,10 @@ def parses(gold: str, text: str, *, finish: str = "stop") -> Graded:
         completion += END_OF_DOCUMENT
     body = trim_to_function(header, completion)
     if body is not None:
-        return Graded({"parses": 1.0}, "right", "valid Python", body.decode())
+        return Grade.of({"parses": 1.0}, "right", "valid Python", body.decode())
     if not _possible_ends(header, completion):
-        return Graded({"parses": 0.0}, "truncated", "the function does not end within the limit of tokens")
-    return Graded({"parses": 0.0}, "wrong", "Python does not parse it")
+        return Grade.of({"parses": 0.0}, "truncated", "the function does not end within the limit of tokens")
+    return Grade.of({"parses": 0.0}, "wrong", "Python does not parse it")
 
 
 def trim_to_function(header: bytes, completion: bytes) -> bytes | None:

@@ -31,8 +31,8 @@ from whorl.evals.code.functions import (
     rare_garbage_collection,
     source_lines,
 )
-from whorl.evals.verify.program_verifiers import parse_or_none
-from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.evals.grading import Grade, VerifiableTask
+from whorl.evals.grading.programs import parse_or_none
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CodeTask:
     file: str
 
 
-TaskVerifier = Callable[[Sequence[VerifiableTask], Sequence[str]], Sequence[Verdict]]
+TaskVerifier = Callable[[Sequence[VerifiableTask], Sequence[str]], Sequence[Grade]]
 
 
 def doctest_tasks(
@@ -117,7 +117,7 @@ def filter_solvable(
     """Return the tasks that their solution passes and an empty completion does not, and counts of the others by reason.
 
     Args:
-        verify: takes tasks and completions, returns verdicts; the same as in training.
+        verify: takes tasks and completions, returns grades; the same as in training.
     """
     tasks = [m.task for m in candidates]
     solved, silent = verify(tasks, [m.solution for m in candidates]), verify(tasks, [""] * len(tasks))

@@ -38,12 +38,11 @@ from whorl.evals.episodes.environment import (
     check_turn,
     make_environment,
 )
+from whorl.evals.grading import Grade, VerifiableTask, grade_tasks, needs_sandbox
 from whorl.evals.model.example import Message
-from whorl.evals.verify import needs_sandbox, verify_all
-from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.sandbox import Program, ProgramResult, Sandbox
 
-VerifyBatch = Callable[[Sequence[VerifiableTask], Sequence[str]], Sequence[Verdict]]
+VerifyBatch = Callable[[Sequence[VerifiableTask], Sequence[str]], Sequence[Grade]]
 T = TypeVar("T")
 POLL_SECONDS = 0.002  # between two looks for requests of steps while the engine is idle
 GRACE_SECONDS = 1.0  # beyond a limit
@@ -78,7 +77,7 @@ class EnvLoop:
     """See the top of this file. It implements `EnvServices`.
 
     Args:
-        verify: returns the verdicts of a batch.
+        verify: returns the grades of a batch.
         sandbox: runs programs; None if no environment needs one.
     """
 
@@ -195,10 +194,10 @@ class EnvLoop:
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
 
-    async def verify(self, task: VerifiableTask, text: str) -> Verdict:
-        """Return the verdict on a text."""
-        verdict: Verdict = await self._request((task, text))
-        return verdict
+    async def verify(self, task: VerifiableTask, text: str) -> Grade:
+        """Return the grade on a text."""
+        grade: Grade = await self._request((task, text))
+        return grade
 
     async def run(self, program: Program) -> ProgramResult:
         """Return the result of a program.
@@ -291,11 +290,11 @@ def make_env_loop(
 
     verify: replaces the verifiers of the tasks. sandbox_workers: None uses all cores.
     """
-    env = make_environment(environment, EnvLoop(verify_all, None))
+    env = make_environment(environment, EnvLoop(grade_tasks, None))
     sandbox = None
     if env.needs_sandbox or (verify is None and needs_sandbox(tasks)):
         sandbox = Sandbox() if sandbox_workers is None else Sandbox(workers=sandbox_workers)
-    return EnvLoop(verify or partial(verify_all, sandbox=sandbox), sandbox)
+    return EnvLoop(verify or partial(grade_tasks, sandbox=sandbox), sandbox)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 from whorl.errors import DataError
 from whorl.evals.episodes.config import EpisodeConfig
+from whorl.evals.grading import Grade, VerifiableTask
 from whorl.evals.model.example import Message
-from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.sandbox import Program, ProgramResult
 
 Prompt = str | Sequence[Message]
@@ -71,8 +71,8 @@ class Turn:
 class EnvServices(Protocol):
     """Services that an environment may await; calls of all rollouts are batched."""
 
-    async def verify(self, task: VerifiableTask, text: str) -> Verdict:
-        """Return the verdict on a text, from the task's verifier or the reward model."""
+    async def verify(self, task: VerifiableTask, text: str) -> Grade:
+        """Return the grade on a text, from the task's verifier or the reward model."""
         ...
 
     async def run(self, program: Program) -> ProgramResult:
@@ -116,13 +116,13 @@ class VerifierEnv(TextEnv):
     """The environment of one turn: the task's verifier gives the reward."""
 
     async def step(self, messages: Sequence[Message], reply: Reply) -> Turn:
-        verdict = await self.services.verify(self.task, reply.text)
-        return Turn(reward=verdict.reward, done=True, info=verdict_info(verdict))
+        grade = await self.services.verify(self.task, reply.text)
+        return Turn(reward=grade.value, done=True, info=grade_info(grade))
 
 
-def verdict_info(verdict: Verdict) -> dict[str, Any]:
-    """Return the `info` of a turn that ends with a verdict."""
-    return {"passed": verdict.passed, "failed": verdict.failed, "reason": verdict.reason}
+def grade_info(grade: Grade) -> dict[str, Any]:
+    """Return the `info` of a turn that ends with a grade."""
+    return {"passed": grade.passed, "failed": grade.failed, "reason": grade.reason}
 
 
 def make_environment(config: EpisodeConfig | None, services: EnvServices) -> TextEnv:

@@ -32,8 +32,8 @@ from whorl.evals.episodes.config import EpisodeConfig
 from whorl.evals.episodes.env_loop import EnvLoop
 from whorl.evals.episodes.environment import EnvServices, Reply, TextEnv, Turn
 from whorl.evals.episodes.runner import Episode, EpisodeRunner, ReplySampler
+from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.requests import Message
-from whorl.evals.verify.task import VerifiableTask
 from whorl.sandbox import Program, ProgramResult, ResourceLimits, Sandbox
 from whorl.sandbox.work_folder import MAX_FILES, check_paths
 from whorl.tokens.chat.tool_calls import ParsedToolCall, describe_tools, parse_reply, tool_response

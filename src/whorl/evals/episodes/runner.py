@@ -32,8 +32,8 @@ from whorl.errors import ConfigError, DataError
 from whorl.evals.episodes.config import EpisodeConfig
 from whorl.evals.episodes.env_loop import GRACE_SECONDS, POLL_SECONDS, EnvLoop, StepError
 from whorl.evals.episodes.environment import Prompt, Reply, TextEnv, Turn, make_environment
+from whorl.evals.grading import Grade, VerifiableTask
 from whorl.evals.model.example import Message
-from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.tracking.seeds import derive
 
 
@@ -66,9 +66,11 @@ class Episode:
     env_errors: int = 0
 
     @property
-    def verdict(self) -> Verdict:
+    def grade(self) -> Grade:
         """The result as a verifier's."""
-        return Verdict(self.reward, self.passed, self.reason, self.failed)
+        if self.failed:
+            return Grade(self.reward, False, self.reason, outcome="error")
+        return Grade(self.reward, self.passed, self.reason)
 
     @property
     def text(self) -> str:

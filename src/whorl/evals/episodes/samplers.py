@@ -15,9 +15,9 @@ from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError
 from whorl.evals.episodes.environment import Reply
 from whorl.evals.episodes.runner import Episode
+from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.example import ExampleTokenizer, Message
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Response
-from whorl.evals.verify.task import VerifiableTask
 
 
 class EngineSampler:

@@ -29,9 +29,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from whorl.errors import ConfigError, DataError, shorten
 from whorl.evals.kinds.gold import gold_index, shuffled_order
 from whorl.evals.kinds.kind import Answered, Kind, Metric
-from whorl.evals.metrics.calibration import calibration, probabilities
 from whorl.evals.model.requests import Request, Score, ScoreRequest
 from whorl.evals.results import ItemResult, TaskMeasure
+from whorl.evals.statistics.calibration import calibration, probabilities
 from whorl.evals.tasks.task import LETTERS
 
 Form = Literal["cloze", "letters"]

@@ -1,6 +1,6 @@
-"""The kind `generate`: answers as text, scored by a metric of `whorl.evals.metrics`; and its variants.
+"""The kind `generate`: answers as text, graded by a grader of `whorl.evals.grading`; and its variants.
 
-    generate       any metric: exact, numeric, choice, refusal, repetition, "module:attribute"
+    generate       any metric: exact, numeric, choice, refusal, repetition, "custom:MODULE:FUNCTION"
     program        tests of a program, in the sandbox
     constraints    the instructions of IFEval
 
@@ -16,7 +16,6 @@ attribute `scores`, a mapping of names to `Metric`, or one score with the metric
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -27,9 +26,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, DataError, WhorlError
+from whorl.evals.grading import Grade, get_grader, grade_all
+from whorl.evals.grading.grade import UNANSWERED
+from whorl.evals.grading.programs import ProgramGrader
+from whorl.evals.grading.registry import CUSTOM, takes
 from whorl.evals.kinds.gold import gold_index, one_gold
 from whorl.evals.kinds.kind import Answered, Kind, Metric
-from whorl.evals.metrics import Graded, ProgramMetric, get_metric, grade_all
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request
 from whorl.evals.results import ItemResult
 from whorl.evals.statistics.pass_at_k import majority_at_k, pass_at_k
@@ -37,7 +39,6 @@ from whorl.evals.statistics.seeds import variance_components
 from whorl.evals.tasks.task import LETTERS
 from whorl.sandbox import ResourceLimits, Sandbox
 
-UNANSWERED = ("not_found", "truncated", "refused")
 SEED_STEP = 1_000_003  # between the seeds of samples
 
 
@@ -59,6 +60,10 @@ SCORES: Mapping[str, Mapping[str, Metric]] = {
         "instructions_loose": Metric("single constraints, loose"),
     },
     "program": {"passed": Metric("programs that pass their tests")},
+    "unittest": {"passed": Metric("programs that pass their tests")},
+    "doctest": {"passed": Metric("programs whose examples give the expected output")},
+    "compiles": {"compiles": Metric("programs that parse and have an effect")},
+    "format": {"format": Metric("answers of the demanded form")},
     "verified": {
         "passed": Metric("answers that the verifier accepts"),
         "reward": Metric("reward of the verifier", "", True, None, None),
@@ -113,7 +118,7 @@ class GenerateOptions(_SampleOptions):
     """Settings of the kind `generate`."""
 
     metric: str = Field(
-        default="exact", description='a name of whorl.evals.metrics.METRICS, or "module:attribute"'
+        default="exact", description='a name of whorl.evals.grading.GRADERS, or "custom:MODULE:FUNCTION"'
     )
     metric_options: dict[str, Any] = Field(default={}, description="arguments of the metric, such as form")
     metric_fields: tuple[str, ...] = Field(
@@ -157,7 +162,7 @@ class Generate(Kind):
     def load_metric(self) -> Any:
         """Return the metric. Raises ConfigError: it does not exist, or has no such option."""
         try:
-            return get_metric(self.metric_name, self.metric_options(), named_by="options.metric")
+            return get_grader(self.metric_name, self.metric_options(), named_by="options.metric")
         except ConfigError as error:
             raise ConfigError(
                 f"task {self.config.name}: {error.what}", expected=error.expected, do=error.do
@@ -173,7 +178,7 @@ class Generate(Kind):
 
     def sandbox(self) -> Sandbox | None:
         """Return a new sandbox, or None if the metric runs no programs."""
-        return Sandbox() if isinstance(self._metric, ProgramMetric) else None
+        return Sandbox() if isinstance(self._metric, ProgramGrader) else None
 
     def prepare(self, item: Any) -> Any:
         """See `Kind`: one gold answer; that of an item with choices is a letter."""
@@ -182,7 +187,7 @@ class Generate(Kind):
             return replace(item, gold=LETTERS[gold_index(item.gold, item.choices, where)])
         return (
             item
-            if self.metric_name in ("constraints", "repetition")
+            if self.metric_name in ("constraints", "repetition", "compiles", "doctest")
             else replace(item, gold=self._one(item.gold, where))
         )
 
@@ -193,7 +198,9 @@ class Generate(Kind):
 
     def check(self, item: Any) -> None:
         """Raises DataError: the metric cannot compare with the gold answer."""
-        function = self._metric.build if isinstance(self._metric, ProgramMetric) else self._metric
+        if self.metric_name.startswith(CUSTOM):
+            return  # it runs in its own process
+        function = self._metric.build if isinstance(self._metric, ProgramGrader) else self._metric
         try:
             function(self._gold(item), "", **self._item_options(item))
         except WhorlError as error:
@@ -208,14 +215,12 @@ class Generate(Kind):
 
     def _item_options(self, item: Any) -> dict[str, Any]:
         """Return the arguments of the metric for one item: also its prompt and choices, where the metric takes them."""
-        function = self._metric.build if isinstance(self._metric, ProgramMetric) else self._metric
-        parameters = inspect.signature(function).parameters
         found = dict(self.metric_options())
         for name in getattr(self.options, "metric_fields", ()):
             found[name] = item.fields.get(name, "")
-        if "options" in parameters and item.choices:
+        if item.choices and takes(self._metric, "options"):
             found.setdefault("options", list(item.choices))
-        if "prompt" in parameters:
+        if takes(self._metric, "prompt"):
             found.setdefault("prompt", self.template(item.variables, item.id))
         return found
 
@@ -248,15 +253,15 @@ class Generate(Kind):
                 found.append(self._item_result(each, [next(graded) for _ in each.responses]))
         return found
 
-    def grade(self, items: Sequence[Any], completions: Sequence[Completion]) -> list[Graded]:
+    def grade(self, items: Sequence[Any], completions: Sequence[Completion]) -> list[Grade]:
         """Return the scores of each completion of the item at the same index."""
         options = [self._item_options(item) for item in items]
         with self.sandbox() or nullcontext() as sandbox:
-            return grade_all(
-                self.metric_name, [self._gold(item) for item in items], completions, options, sandbox
-            )
+            golds = [self._gold(item) for item in items]
+            grades = grade_all(self.metric_name, golds, completions, options, sandbox)
+        return [g if g.scores or g.failed else replace(g, scores={self.primary: g.value}) for g in grades]
 
-    def _item_result(self, answered: Answered, graded: Sequence[Graded]) -> ItemResult:
+    def _item_result(self, answered: Answered, graded: Sequence[Grade]) -> ItemResult:
         texts = [r.text for r in answered.responses if isinstance(r, Completion)]
         first = graded[0]
         scores = _mean_scores(graded)
@@ -345,7 +350,7 @@ def shown_gold(gold: Any) -> str:
     return "" if gold is None else str(gold)
 
 
-def _mean_scores(graded: Sequence[Graded]) -> dict[str, float]:
+def _mean_scores(graded: Sequence[Grade]) -> dict[str, float]:
     """Return metric -> mean over the samples that have it."""
     names = dict.fromkeys(name for each in graded for name in each.scores)
     found = {}

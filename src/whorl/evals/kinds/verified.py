@@ -1,4 +1,4 @@
-"""The kind `verify`: a verifier of `whorl.evals.verify` decides, as in training with verifiable rewards.
+"""The kind `verify`: each item names its graders with their weights, as a task of training with verifiable rewards.
 
     kind = "verify"
     template = "{{ prompt }}"
@@ -12,17 +12,17 @@ model of text writes on after it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field
 
 from whorl.errors import DataError, WhorlError
 from whorl.evals.code.parse_rate import END_OF_DOCUMENT, trim_to_function
+from whorl.evals.grading import Grade, VerifiableTask, grade_tasks, needs_sandbox, parse_graders
 from whorl.evals.kinds.generate import Generate, _SampleOptions
-from whorl.evals.metrics import Graded
 from whorl.evals.model.requests import Completion
-from whorl.evals.verify import Verdict, VerifiableTask, needs_sandbox, verify_all
-from whorl.evals.verify.registry import parse_verifiers
 from whorl.sandbox import Sandbox
 
 
@@ -61,7 +61,7 @@ class Verified(Generate):
     def check(self, item: Any) -> None:
         """Raises DataError: no such verifier, or no prompt."""
         try:
-            parse_verifiers(self._task_of(item).verifier)
+            parse_graders(self._task_of(item).verifier)
         except WhorlError as error:
             raise DataError(
                 f"task {self.config.name}, item {item.id!r}: {error.what}", expected=error.expected, do=error.do
@@ -76,16 +76,13 @@ class Verified(Generate):
             return VerifiableTask(item.id, messages=messages, verifier=verifier, answer=answer)
         return VerifiableTask(item.id, prompt, verifier=verifier, answer=answer)
 
-    def grade(self, items: Sequence[Any], completions: Sequence[Completion]) -> list[Graded]:
+    def grade(self, items: Sequence[Any], completions: Sequence[Completion]) -> list[Grade]:
         """See `Generate`."""
         tasks = [self._task_of(item) for item in items]
         texts = [self._trimmed(t, c) for t, c in zip(tasks, completions, strict=True)]
-        if needs_sandbox(tasks):
-            with Sandbox() as sandbox:
-                verdicts = verify_all(tasks, texts, sandbox)
-        else:
-            verdicts = verify_all(tasks, texts)
-        return [_graded(v, t, c) for v, t, c in zip(verdicts, texts, completions, strict=True)]
+        with Sandbox() if needs_sandbox(tasks) else nullcontext() as sandbox:
+            grades = grade_tasks(tasks, texts, sandbox)
+        return [_scored(g, t, c) for g, t, c in zip(grades, texts, completions, strict=True)]
 
     def _trimmed(self, task: VerifiableTask, completion: Completion) -> str:
         if not self.options.trim:
@@ -95,10 +92,11 @@ class Verified(Generate):
         return completion.text if body is None else body.decode()
 
 
-def _graded(verdict: Verdict, text: str, completion: Completion) -> Graded:
-    if verdict.failed:
-        return Graded({}, "error", verdict.reason)
-    scores = {"passed": float(verdict.passed), "reward": verdict.reward}
-    if verdict.passed:
-        return Graded(scores, "right", verdict.reason, text)
-    return Graded(scores, "truncated" if completion.finish == "length" else "wrong", verdict.reason, text)
+def _scored(grade: Grade, text: str, completion: Completion) -> Grade:
+    if grade.failed:
+        return grade
+    cut = not grade.passed and completion.finish == "length"
+    scores = {"passed": float(grade.passed), "reward": grade.value}
+    return replace(
+        grade, scores=scores, answer=text, weights={}, outcome="truncated" if cut else grade.outcome
+    )

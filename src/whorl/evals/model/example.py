@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.errors import DataError
-from whorl.evals.verify.task import VerifiableTask
+from whorl.evals.grading.task import VerifiableTask
 from whorl.tokens.chat import ChatTemplate
 from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.tokenizer import Tokenizer

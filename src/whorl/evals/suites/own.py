@@ -22,10 +22,10 @@ from whorl.errors import DataError, WhorlError
 from whorl.evals.code.functions import stable_hash
 from whorl.evals.code.parse_rate import sample_function_prompts
 from whorl.evals.code.tasks import doctest_tasks, filter_solvable
+from whorl.evals.grading import grade_tasks
+from whorl.evals.grading.programs import parse_or_none
 from whorl.evals.suites.suite import SuiteInputs
 from whorl.evals.tasks import EvalTask, TaskConfig, make_task
-from whorl.evals.verify import verify_all
-from whorl.evals.verify.program_verifiers import parse_or_none
 from whorl.sandbox import Sandbox
 from whorl.tracking.seeds import derive
 
@@ -145,7 +145,7 @@ def _doctests(documents: Documents, limit: int, inputs: SuiteInputs) -> list[Rec
     if inputs.run_programs:
         try:
             with Sandbox() as sandbox:
-                kept, _ = filter_solvable(kept, lambda t, texts: verify_all(t, texts, sandbox))
+                kept, _ = filter_solvable(kept, lambda t, texts: grade_tasks(t, texts, sandbox))
         except WhorlError as error:  # a protection is missing on this machine
             inputs.log(f"suite own: own-doctests is left out: {error.what}")
             return []

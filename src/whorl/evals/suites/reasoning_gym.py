@@ -8,7 +8,7 @@ wrong ones, which count as wrong here.
     solved_lenient   the final answer, in any form
     solved_strict    the answer in <answer> tags, as the prompt demands
 
-The scorers run in the process of custom verifiers, with its time limit (`evals/verify/reasoning_gym.py`). An item whose
+The grader runs in the process of users' graders, with its time limit (`evals/grading/custom.py`). An item whose
 scorer hangs or raises has the outcome "error", and counts as missing.
 """
 
@@ -20,14 +20,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from whorl.evals.grading.final_answer import after_thinking, find_final_answer
+from whorl.evals.grading.grade import Grade
 from whorl.evals.kinds.kind import Metric
-from whorl.evals.metrics.result import Graded
-from whorl.evals.suites.suite import SuiteInputs
-from whorl.evals.tasks import EvalTask, make_task
-from whorl.evals.tasks.config import parse_task
-from whorl.evals.verify.custom_verifier import CALL_SECONDS, verify_custom
-from whorl.evals.verify.final_answer import find_final_answer
-from whorl.evals.verify.reasoning_gym import (
+from whorl.evals.suites.gym_entries import (
     HASH_SEED,
     GymEntry,
     data_sets,
@@ -36,13 +32,13 @@ from whorl.evals.verify.reasoning_gym import (
     question_hash,
     score_answer,
 )
-from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.evals.suites.suite import SuiteInputs
+from whorl.evals.tasks import EvalTask, make_task
+from whorl.evals.tasks.config import parse_task
 
 ITEMS = 10  # of each data set
 TEMPLATE = "{{ question }}\n\nWrite the final answer between <answer> and </answer>."
 COMPOSED = ("composite",)  # needs a choice of other data sets
-SECONDS = CALL_SECONDS  # time of one scorer
-VERIFIER = f"{__name__}:score_reading"
 _TAGS = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
 
 
@@ -91,47 +87,43 @@ def _record(entry: GymEntry) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def solved(gold: Mapping[str, Any], text: str, *, finish: str = "stop") -> Graded:
-    """Return whether an answer solves an item; see the top of this file.
+def solved(gold: Mapping[str, Any] | str, text: str, *, finish: str = "stop") -> Grade:
+    """Return the grade of an answer to an item; see the top of this file. Its value is the package's score.
 
     Args:
-        gold: "answer", the package's own, and "entry", the settings of a `GymEntry`.
+        gold: "entry", the settings of a `GymEntry`, as a record or its JSON.
         finish: "length" if the limit of tokens cut the text.
+
+    Raises:
+        DataError: the generator gives another question, or the score is not a number in [0, 1].
     """
+    entry = GymEntry(**(json.loads(gold) if isinstance(gold, str) else gold["entry"]))
     found = find_final_answer(text)
     tagged = _TAGS.findall(text)[-1:]
     readings = list(tagged)
     if found.explicit or finish != "length":
-        readings += [form for reading in found.readings for form in (reading, reading.rstrip(".,;:!"))]
-    strict = right = False
-    for reading in dict.fromkeys(readings):
-        verdict = _verdict(gold["entry"], reading)
-        if verdict.failed:
-            return Graded({}, "error", verdict.reason, reading)
-        if verdict.passed:
-            strict, right = tagged == [reading], True
+        whole = () if found.explicit else (after_thinking(text).strip(),)
+        readings += [form for r in (*whole, *found.readings) for form in (r, r.rstrip(".,;:!"))]
+    value, best = 0.0, ""
+    readings = [reading for reading in dict.fromkeys(readings) if reading]
+    for reading in readings:
+        score = score_answer(entry, reading)
+        if score > value or not best:
+            value, best = score, reading
+        if value >= 1:
             break
-    scores = {"solved_lenient": float(right), "solved_strict": float(strict)}
+    right = value >= 1
+    scores = {"solved_lenient": float(right), "solved_strict": float(right and tagged == [best])}
     if right:
-        return Graded(scores, "right", f"form of the answer: {found.form}", reading)
+        return Grade.of(scores, "right", f"passed: {found.form}", best)
     if readings:
-        return Graded(scores, "wrong", "another answer", readings[0])
+        return Grade(value, False, f"another answer: score {value:.3g}", scores, answer=best)
     if finish == "length":
-        return Graded(scores, "truncated", "the limit of tokens cut the text before its answer")
-    return Graded(scores, "not_found", "no answer was found")
+        return Grade.of(scores, "truncated", "the limit of tokens cut the text before its answer")
+    return Grade.of(scores, "not_found", "no answer")
 
 
 solved.scores = {  # type: ignore[attr-defined]
     "solved_lenient": Metric("items solved, in any form"),
     "solved_strict": Metric("items solved, in <answer> tags"),
 }
-
-
-def _verdict(entry: Mapping[str, Any], answer: str) -> Verdict:
-    task = VerifiableTask(entry["dataset"], prompt=" ", verifier=VERIFIER, answer=json.dumps(dict(entry)))
-    return verify_custom([(VERIFIER, task, answer)], SECONDS)[0]
-
-
-def score_reading(task: VerifiableTask, answer: str) -> float:
-    """Return the package's score of an answer; called in the process of custom verifiers."""
-    return score_answer(GymEntry(**json.loads(task.answer)), answer)

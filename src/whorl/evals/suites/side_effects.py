@@ -18,8 +18,8 @@ from dataclasses import asdict
 from typing import Any
 
 from whorl.errors import ConfigError
-from whorl.evals.metrics.refusal import is_refusal
-from whorl.evals.metrics.result import Graded
+from whorl.evals.grading.grade import Grade
+from whorl.evals.grading.refusal import is_refusal
 from whorl.evals.side_effects.biographies import ATTRIBUTES, REFUSAL, Biographies
 from whorl.evals.suites.own import CONTEXT, Record, spread_items
 from whorl.evals.suites.suite import SuiteInputs
@@ -70,16 +70,16 @@ def side_effects_suite(inputs: SuiteInputs) -> list[EvalTask]:
     return [make_task(TaskConfig(name=name, **_TASKS[name]), some) for name, some in records.items() if some]
 
 
-def facts(gold: Any, text: str, *, finish: str = "stop", question: str = "") -> Graded:
+def facts(gold: Any, text: str, *, finish: str = "stop", question: str = "") -> Grade:
     """Return score invented of a question without an answer (gold: `REFUSAL`), otherwise correct and over_refusal."""
     if not text.strip():
-        return Graded({}, "not_found", "the answer is empty")
+        return Grade.of({}, "not_found", "the answer is empty")
     refused = _UNKNOWN.search(text) is not None or is_refusal(text, question)
     if gold == REFUSAL:
-        return Graded({"invented": float(not refused)}, "right" if refused else "wrong", "", text.strip())
+        return Grade.of({"invented": float(not refused)}, "right" if refused else "wrong", "", text.strip())
     correct = re.search(rf"\b{re.escape(str(gold))}\b", text, re.IGNORECASE) is not None
     scores = {"correct": float(correct), "over_refusal": float(refused and not correct)}
-    return Graded(scores, "right" if correct else "refused" if refused else "wrong", "", text.strip())
+    return Grade.of(scores, "right" if correct else "refused" if refused else "wrong", "", text.strip())
 
 
 def _continuations(text: str) -> Iterator[tuple[int, Record]]:

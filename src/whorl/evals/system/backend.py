@@ -27,6 +27,7 @@ from whorl.errors import DataError
 from whorl.evals.episodes.folder import FolderEnv, run_agents
 from whorl.evals.episodes.runner import Episode
 from whorl.evals.episodes.samplers import BackendSampler
+from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.model_folder import extend_address
 from whorl.evals.model.requests import (
     Completion,
@@ -41,7 +42,6 @@ from whorl.evals.system.config import SystemConfig
 from whorl.evals.system.retrieval import Bm25Index
 from whorl.evals.tasks.records import read_records
 from whorl.evals.tasks.template import Template
-from whorl.evals.verify.task import VerifiableTask
 from whorl.registry import Registry
 
 GUARDS = Registry("guard", {})

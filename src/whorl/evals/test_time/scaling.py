@@ -32,14 +32,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from whorl.engine.engine import Engine
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError, DataError
+from whorl.evals.grading import Grade, VerifiableTask
+from whorl.evals.grading.grade import UNANSWERED
 from whorl.evals.model.example import ExampleTokenizer, TokenizedExample, concat
 from whorl.evals.model.sampling import SampledCompletion, sample_completions
 from whorl.evals.statistics.pass_at_k import best_of_n, estimate, majority_at_k, pass_at_k
-from whorl.evals.verify.task import Verdict, VerifiableTask
-from whorl.evals.verify.text_verifiers import extract_answer, last_number
 from whorl.tracking.seeds import derive, numpy_rng
 
-TaskVerifier = Callable[[Sequence[VerifiableTask], Sequence[str]], Sequence[Verdict]]
+TaskVerifier = Callable[[Sequence[VerifiableTask], Sequence[str]], Sequence[Grade]]
 Scorer = Callable[[Sequence[TokenizedExample]], Sequence[float]]  # higher is better, such as a reward model
 CURVES = {
     "stopped": "thinking cut at the budget",
@@ -141,7 +141,7 @@ def measure_scaling(
     """Return accuracy against sampled tokens.
 
     Args:
-        verify: as `verify_all`.
+        verify: as `grade_tasks`.
         scorers: name -> scores of (prompt, completion) examples, for best of n.
         on_finished: called with the number of samples that just ended.
 
@@ -179,15 +179,14 @@ def measure_scaling(
     texts = [example_tokenizer.decode(one.ids) for one in completions]
     failures = list[str]()
 
-    def count_failures(verified: Sequence[VerifiableTask], outputs: Sequence[str]) -> Sequence[Verdict]:
-        verdicts = verify(verified, outputs)
-        failures.extend(v.reason for v in verdicts if v.failed)
-        return verdicts
+    def count_failures(verified: Sequence[VerifiableTask], outputs: Sequence[str]) -> Sequence[Grade]:
+        grades = verify(verified, outputs)
+        failures.extend(v.reason for v in grades if v.failed)
+        return grades
 
-    verdicts = count_failures([task for task, _ in samples], texts)
-    correct = np.array([v.passed for v in verdicts], np.bool_)
+    grades = count_failures([task for task, _ in samples], texts)
     curves = _parallel_curves(
-        config, tasks, [p for _, p in samples], completions, texts, correct, scorers or {}
+        config, len(tasks), [p for _, p in samples], completions, texts, grades, scorers or {}
     )
     if config.thinking_budgets:
         budget_forcing = _BudgetForcing(
@@ -198,29 +197,26 @@ def measure_scaling(
     return ScalingResult(len(tasks), n, curves, len(failures), "".join(failures[:1]), truncated)
 
 
-def vote_key(task: VerifiableTask, text: str) -> str:
+def vote_key(grade: Grade, text: str) -> str:
     """Return the answer of a sample in a form where equal answers are equal strings; empty without an answer."""
-    answer_ = extract_answer(text)
-    if "numeric" not in task.verifier:
-        return answer_
-    number = last_number(answer_)
-    return "" if number is None else str(number)
+    return "" if grade.outcome in UNANSWERED else grade.answer or text.strip()
 
 
 def _parallel_curves(
     config: ScalingConfig,
-    tasks: Sequence[VerifiableTask],
+    n_tasks: int,
     prompts: Sequence[Sequence[int]],
     completions: Sequence[SampledCompletion],
     texts: Sequence[str],
-    correct: NDArray[np.bool_],
+    grades: Sequence[Grade],
     scorers: Mapping[str, Scorer],
 ) -> dict[str, tuple[ScalingPoint, ...]]:
-    n, shape = config.n_samples, (len(tasks), config.n_samples)
+    n, shape = config.n_samples, (n_tasks, config.n_samples)
     ns = [*(1 << i for i in range(n.bit_length()) if 1 << i < n), n]
     tokens = float(np.mean([len(one.ids) for one in completions]))
-    correct_by_task = correct.reshape(shape)
-    votes = [[vote_key(task, t) for t in texts[i * n : (i + 1) * n]] for i, task in enumerate(tasks)]
+    correct_by_task = np.array([grade.passed for grade in grades], np.bool_).reshape(shape)
+    keys = [vote_key(grade, text) for grade, text in zip(grades, texts, strict=True)]
+    votes = [keys[i * n : (i + 1) * n] for i in range(n_tasks)]
     scores = {"max_log_prob": [float(np.sum(one.log_probs)) for one in completions]}
     pairs = [concat(p, one.ids) for p, one in zip(prompts, completions, strict=True)] if scorers else []
     scores |= {name: [float(x) for x in scorer(pairs)] for name, scorer in scorers.items()}
@@ -337,8 +333,8 @@ class _BudgetForcing:
         points = []
         n = self.config.n_samples
         for b, budget in enumerate(budgets):
-            verdicts = self.verify([task for task, _ in samples], texts[b])
-            values = np.array([v.passed for v in verdicts], np.float64).reshape(-1, n).mean(1)
+            grades = self.verify([task for task, _ in samples], texts[b])
+            values = np.array([v.passed for v in grades], np.float64).reshape(-1, n).mean(1)
             points.append(_point(budget, values, n, float(cost[b].mean())))
         return tuple(points)
 

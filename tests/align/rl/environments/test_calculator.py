@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 
 from whorl.align.rl.environments.calculator import CalculatorEnv, calculate
 from whorl.evals.episodes.environment import Reply, Turn
-from whorl.evals.verify import verify_all
-from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.evals.grading import Grade, VerifiableTask, grade_tasks
 from whorl.tokens.chat.tool_calls import parse_reply
 
 TASK = VerifiableTask("t", messages=({"role": "user", "content": "6*7?"},), verifier="numeric", answer="42")
 
 
 class Services:
-    async def verify(self, task: VerifiableTask, text: str) -> Verdict:
-        return verify_all([task], [text])[0]
+    async def verify(self, task: VerifiableTask, text: str) -> Grade:
+        return grade_tasks([task], [text])[0]
 
     async def run(self, program: Any) -> Any:
         raise NotImplementedError

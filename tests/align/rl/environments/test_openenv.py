@@ -20,9 +20,9 @@ from whorl.evals.episodes.env_loop import StepError, make_env_loop
 from whorl.evals.episodes.environment import Reply, make_environment
 from whorl.evals.episodes.runner import EpisodeRunner
 from whorl.evals.episodes.samplers import EngineSampler
+from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.model.sampling import policy_sampling, rollout_engine
-from whorl.evals.verify.task import VerifiableTask
 from whorl.tokens.tokenizer import Tokenizer
 
 CHAT = Tokenizer([bytes([i]) for i in range(256)], special_tokens=["<|im_start|>", "<|im_end|>"])

@@ -10,7 +10,7 @@ from whorl.align.environments import EnvironmentConfig
 from whorl.errors import ConfigError
 from whorl.evals.episodes.env_loop import EnvLoop, StepError, make_env_loop
 from whorl.evals.episodes.environment import Reply, Turn, make_environment
-from whorl.evals.verify.task import VerifiableTask
+from whorl.evals.grading.task import VerifiableTask
 
 TASK = VerifiableTask(
     "t", messages=({"role": "user", "content": "Repair f."},), verifier="unittest",

@@ -19,7 +19,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from whorl.evals.episodes.environment import EnvServices, Reply, TextEnv, Turn, verdict_info
+from whorl.evals.episodes.environment import EnvServices, Reply, TextEnv, Turn, grade_info
 from whorl.evals.model.example import Message
 from whorl.tokens.chat.tool_calls import ParsedToolCall, parse_reply
 
@@ -54,8 +54,8 @@ class CalculatorEnv(TextEnv):
         parsed = parse_reply(reply.text)
         calls, malformed = parsed.calls, parsed.malformed
         if not calls and not malformed:
-            verdict = await self.services.verify(self.task, reply.text)
-            return Turn(reward=verdict.reward, done=True, info=verdict_info(verdict))
+            grade = await self.services.verify(self.task, reply.text)
+            return Turn(reward=grade.value, done=True, info=grade_info(grade))
         results = []
         for call in calls:
             try:

@@ -24,8 +24,8 @@ from typing import Any
 
 from whorl.errors import ConfigError, DataError
 from whorl.evals.episodes.environment import EnvServices, Prompt, Reply, TextEnv, Turn
+from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.example import Message
-from whorl.evals.verify.task import VerifiableTask
 from whorl.registry import import_attribute
 
 GENERIC_CLIENT = "openenv.core.generic_client:GenericEnvClient"

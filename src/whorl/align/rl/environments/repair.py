@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 from whorl.errors import ConfigError
 from whorl.evals.episodes.environment import EnvServices, Reply, TextEnv, Turn
+from whorl.evals.grading.programs import tests_program
 from whorl.evals.model.example import Message
-from whorl.evals.verify.program_verifiers import tests_program
 
 MAX_CHARACTERS = 600  # of the output that the policy sees; the end is kept
 
@@ -46,7 +46,7 @@ class RepairEnv(TextEnv):
         self.attempts, self.discount, self.tried = attempts, discount, 0
 
     async def step(self, messages: Sequence[Message], reply: Reply) -> Turn:
-        result = await self.services.run(tests_program(self.task, reply.text))
+        result = await self.services.run(tests_program(self.task.answer, reply.text, prompt=self.task.prompt))
         self.tried += 1
         if result.ok:
             reward = self.discount ** (self.tried - 1)

@@ -32,8 +32,8 @@ from typing import Any
 from whorl.align.rl.environments._verifiers_endpoint import LocalEndpoint, PendingRequest, completion
 from whorl.errors import ConfigError, DataError
 from whorl.evals.episodes.environment import EnvServices, Prompt, Reply, TextEnv, Turn
+from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.example import Message
-from whorl.evals.verify.task import VerifiableTask
 from whorl.tokens.chat.tool_calls import parse_reply
 
 

@@ -222,7 +222,7 @@ def _read_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str,
     from whorl.align.data import read
     from whorl.align.data.dataset_files import split_by_prompt
     from whorl.data.quarantine import Quarantine
-    from whorl.evals.verify import read_tasks
+    from whorl.evals.grading import read_tasks
 
     quarantine = Quarantine(ctx.out / "quarantine.jsonl")
     reader = read_tasks if config.shape == "tasks" else getattr(read, config.shape)
@@ -282,7 +282,7 @@ def _python_tasks(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list
     """Make tasks of the functions of the corpus, with their bodies as solutions."""
     from whorl.align.data.formats import PromptCompletion
     from whorl.evals.code.tasks import body_tasks, doctest_tasks, filter_solvable
-    from whorl.evals.verify import verify_all
+    from whorl.evals.grading import grade_tasks
     from whorl.sandbox import Sandbox
 
     made = {}
@@ -294,7 +294,7 @@ def _python_tasks(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list
                 examples = doctest_tasks(sources, seed=config.seed, context_bytes=config.max_prompt_bytes)
                 short = [m for m in examples if len(m.task.prompt.encode()) <= 2 * config.max_prompt_bytes]
                 kept, _ = filter_solvable(
-                    short, lambda tasks, solutions: verify_all(tasks, solutions, sandbox)
+                    short, lambda tasks, solutions: grade_tasks(tasks, solutions, sandbox)
                 )
                 mined = [*kept, *mined][:most]
                 if n_run := min(len(kept), most):

@@ -8,7 +8,7 @@ from whorl.recipes.registry import StepContext
 from whorl.registry import require_extra
 
 if TYPE_CHECKING:
-    from whorl.evals.verify.task import VerifiableTask
+    from whorl.evals.grading.task import VerifiableTask
     from whorl.recipes.steps.align.data import TasksConfig
 
 Splits = dict[str, tuple[list["VerifiableTask"], list[Any]]]

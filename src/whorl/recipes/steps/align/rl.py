@@ -30,8 +30,8 @@ from whorl.recipes.stage import (
 if TYPE_CHECKING:
     from whorl.align.model.policy_model import PolicyModel
     from whorl.align.rl.experience import Experience
+    from whorl.evals.grading import Grade, VerifiableTask
     from whorl.evals.model.example import ExampleTokenizer
-    from whorl.evals.verify.task import Verdict, VerifiableTask
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _evaluator(
         if reward_model is not None:  # accuracy still comes from the verifiers
             dtype = str(network.model.dtype).removeprefix("torch.")
             scores = load_reward_verifier(reward_model, dtype, ctx.machine.device)(tests, sampled[0])
-            found["reward_model_score"] = sum(verdict.reward for verdict in scores) / len(scores)
+            found["reward_model_score"] = sum(grade.value for grade in scores) / len(scores)
         return found
 
     return evaluate
@@ -193,11 +193,11 @@ def reward_model_folder(ctx: StepContext) -> Path | None:
     return ctx.parent_folder("reward_model") if "reward_model" in ctx.parents else None
 
 
-def _completion_metrics(completions: list[str], verdicts: list[Verdict]) -> dict[str, float]:
+def _completion_metrics(completions: list[str], grades: list[Grade]) -> dict[str, float]:
     """Return accuracy, mean reward and the median length of the completions in characters."""
     lengths = sorted(len(text) for text in completions)
     return {
-        "accuracy": sum(v.passed for v in verdicts) / len(verdicts),
-        "reward": sum(v.reward for v in verdicts) / len(verdicts),
+        "accuracy": sum(v.passed for v in grades) / len(grades),
+        "reward": sum(g.value for g in grades) / len(grades),
         "median_characters": float(lengths[len(lengths) // 2]),
     }

@@ -1,6 +1,0 @@
-"""The constraints of IFEval (arXiv:2311.07911): 25 kinds of instructions that a program can check."""
-
-from whorl.evals.metrics.constraints.checks import CHECKS
-from whorl.evals.metrics.constraints.metric import constraints, read_constraints, satisfies
-
-__all__ = ["CHECKS", "constraints", "read_constraints", "satisfies"]
