@@ -14,7 +14,6 @@ from whorl.evals.grading.repetition import (
     loop_share,
     repeated_lines,
     repetition,
-    self_distinct,
     words_of,
 )  # fmt: skip
 
@@ -22,7 +21,6 @@ from whorl.evals.grading.repetition import (
 def test_distinct_n_equals_the_definition() -> None:
     words = words_of("The cat the cat sat")
     assert distinct_n(words, 1) == 3 / 5 and distinct_n(words, 2) == 3 / 4 and distinct_n(words, 9) == 1
-    assert self_distinct(["a b c d", "a b c d", "a b c e"]) == 2 / 3
     assert words_of("我是 cat") == ["我", "是", "cat"] and words_of("a b c", 2) == ["a", "b"]
     with pytest.raises(ConfigError, match="n of 1 or more"):
         distinct_n(words, 0)

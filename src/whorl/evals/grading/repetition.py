@@ -1,7 +1,6 @@
 """Repetition of a text, and the variety of several.
 
     distinct_n     different n-grams of words / n-grams of words                     Li et al. 2016, arXiv:1510.03055
-    self_distinct  the same over all answers to one prompt together: their variety
     loop           share of the text's words in its longest part that repeats at once, at least three times
     lines          share of lines that occurred before                               Rae et al. 2021, arXiv:2112.11446
     compression    bytes / compressed bytes (zlib)
@@ -44,12 +43,6 @@ def distinct_n(words: Sequence[str], n: int) -> float:
     if n < 1:
         raise ConfigError(f"n-grams of {n} words", expected="n of 1 or more")
     grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0
-
-
-def self_distinct(texts: Sequence[str], n: int = 4) -> float:
-    """Return different n-grams / n-grams of all texts together; no n-gram spans two texts."""
-    grams = [tuple(w[i : i + n]) for w in map(words_of, texts) for i in range(len(w) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
 

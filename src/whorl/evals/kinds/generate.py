@@ -130,10 +130,11 @@ class Generate(Kind):
     """See the top of this file."""
 
     Options: ClassVar[type[BaseModel]] = GenerateOptions
+    fixed_metric: ClassVar[str] = ""  # of a kind whose options name none
 
     def __init__(self, task: Any) -> None:
         super().__init__(task)
-        self.metric_name: str = self.chosen_metric()
+        self.metric_name: str = self.fixed_metric or self.options.metric
         self._metric = self.load_metric()
         n = self.config.generation.samples
         if n > 1 and not self.config.generation.temperature:
@@ -168,13 +169,9 @@ class Generate(Kind):
                 f"task {self.config.name}: {error.what}", expected=error.expected, do=error.do
             ) from error
 
-    def chosen_metric(self) -> str:
-        """Return the name of the metric."""
-        return str(self.options.metric)
-
     def metric_options(self) -> Mapping[str, Any]:
         """Return the arguments of the metric that all items share."""
-        return dict(self.options.metric_options)
+        return dict(getattr(self.options, "metric_options", {}))
 
     def sandbox(self) -> Sandbox | None:
         """Return a new sandbox, or None if the metric runs no programs."""
@@ -316,11 +313,7 @@ class ProgramOptions(_SampleOptions):
 class ProgramTests(Generate):
     """The kind `program`: the gold answer is the source of the tests, or a record of HumanEval."""
 
-    Options = ProgramOptions
-
-    def chosen_metric(self) -> str:
-        """See `Generate`."""
-        return "program"
+    Options, fixed_metric = ProgramOptions, "program"
 
     def sandbox(self) -> Sandbox | None:
         """See `Generate`."""
@@ -332,15 +325,7 @@ class ProgramTests(Generate):
 class Constraints(Generate):
     """The kind `constraints`: the gold answer is the list of constraints, or a record of IFEval."""
 
-    Options = _SampleOptions
-
-    def chosen_metric(self) -> str:
-        """See `Generate`."""
-        return "constraints"
-
-    def metric_options(self) -> Mapping[str, Any]:
-        """See `Generate`."""
-        return {}
+    Options, fixed_metric = _SampleOptions, "constraints"
 
 
 def shown_gold(gold: Any) -> str:

@@ -36,15 +36,11 @@ class VerifyOptions(_SampleOptions):
 class Verified(Generate):
     """See the top of this file."""
 
-    Options = VerifyOptions
+    Options, fixed_metric = VerifyOptions, "verified"
 
     def __init__(self, task: Any) -> None:
         super().__init__(task)
         self._verifier = task.template("options.verifier", self.options.verifier)
-
-    def chosen_metric(self) -> str:
-        """See `Generate`."""
-        return "verified"
 
     def load_metric(self) -> Any:
         """See `Generate`: none, since `grade` calls the verifiers of the items."""
