@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -117,6 +117,21 @@ def token_shards(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Token
     from tests.support.tiny import write_token_shards
 
     return write_token_shards(tmp_path_factory.mktemp("token_shards"), byte_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """Ray on this machine, for all tests of the group `ray`, which one worker runs."""
+    ray = pytest.importorskip("ray")
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *(p for p in sys.path if p)])
+    with pytest.MonkeyPatch().context() as patched:
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000,
+            runtime_env={"env_vars": {"PYTHONPATH": paths, "WHORL_NATIVE": "0"}},
+        )  # fmt: skip
+    yield ray
+    ray.shutdown()
 
 
 @pytest.fixture

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.notes import write_notes
 
 import whorl
 from whorl.api.data import _documents
-from whorl.api.jobs import _fields
+from whorl.api.jobs import _fields, _toml
 from whorl.errors import ConfigError, DataError, StoreError
 
 TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * 3 for n in range(30)]
@@ -49,8 +50,8 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 def test_train_writes_a_folder_that_load_opens(model: whorl.Model, tmp_path: Path) -> None:
     whorl.train(TEXTS, out=tmp_path / "m", vocab_size=300, **SMALL)
-    again = whorl.load(tmp_path / "m")
-    assert isinstance(again, whorl.Model)
+    again = whorl.load(tmp_path / "m", context=np.int64(64))
+    assert isinstance(again, whorl.Model) and again.log_probs("").shape == (0,)
     first, second = (m.network.state_dict() for m in (model, again))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     assert (tmp_path / "m" / "metrics.jsonl").read_text().count("\n") >= 2
@@ -107,8 +108,8 @@ def test_train_on_files_and_on_ids(tmp_path: Path) -> None:
         (tmp_path / f"{n}.py").write_text(text)
     trained = whorl.train(f"{tmp_path}/*.py", out=tmp_path / "files", vocab_size=300, **SMALL)
     assert isinstance(trained, whorl.Model)
-    ids = torch.arange(2000) % 7
-    network = whorl.train(ids, out=tmp_path / "ids", vocab_size=7, **{**SMALL, "steps": 60})
+    ids, sizes = np.arange(2000) % 7, {"vocab_size": np.int32(7), "steps": np.int64(60), "seed": np.int64(0)}
+    network = whorl.train(ids, out=tmp_path / "ids", **{**SMALL, **sizes})
     row = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2]])
     guess = network.logits(network(row))[0, -1].argmax()
     assert guess == 3  # the sequence counts modulo 7
@@ -132,6 +133,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda m, p: m.generate("a", seed="x"), ConfigError, "seed is 'x'"),
     (lambda m, p: m.generate("a", stop=3), ConfigError, "stop is 3"),
     (lambda m, p: m.generate("a", stop=""), ConfigError, "an empty string would end"),
+    (lambda m, p: m.generate("\ud800"), ConfigError, "prompts is '.+ud800'"),
+    (lambda m, p: m.embed("\ud800"), ConfigError, "texts is '.+ud800'"),
     (lambda m, p: m.generate(3), ConfigError, "prompts is 3"),
     (lambda m, p: m.generate(["a", None]), ConfigError, "prompts is None"),
     (lambda m, p: next(m.stream(b"a")), ConfigError, "prompt is b'a'"),
@@ -150,6 +153,10 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda m, p: whorl.load(p, max_sequences=3), ConfigError, "max_sequences is not a setting of"),
     (lambda m, p: whorl.load(p, max_num_seqs=0), ConfigError, "max_num_seqs is 0"),
     (lambda m, p: whorl.load(p, context="long"), ConfigError, "context is 'long'"),
+    (lambda m, p: whorl.load(p, context=True), ConfigError, "context is True"),
+    (lambda m, p: whorl.load("x/y", store="x" * 5000), ConfigError, "store is 'xxx"),
+    (lambda m, p: whorl.run("quickstart", store=3), ConfigError, "store is 3"),
+    (lambda m, p: whorl.run("quickstart", until=3), ConfigError, "until is 3"),
     (lambda m, p: whorl.run("x" * 300), ConfigError, "recipe is 'xxx"),
     (lambda m, p: whorl.run(5), ConfigError, "recipe is 5"),
     (lambda m, p: whorl.run("quickstart", pretrain=3), ConfigError, "pretrain is 3"),
@@ -159,6 +166,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda m, p: whorl.train("nots", out=p), DataError, "unknown source 'nots'"),
     (lambda m, p: whorl.train(p / "nots", out=p), DataError, "unknown source .*nots"),
     (lambda m, p: whorl.train(Path("x" * 300), out=p), ConfigError, "data is"),
+    (lambda m, p: whorl.train(["\ud800"], out=p), ConfigError, "data is '.+ud800'"),
+    (lambda m, p: whorl.train(LONG, out="\ud800"), ConfigError, "out is '.+ud800'"),
     (lambda m, p: whorl.train(None, out=p), ConfigError, "data is None"),
     (lambda m, p: whorl.train([1, 2], out=p), ConfigError, "data is 1"),
     (lambda m, p: whorl.train(IDS / 2, vocab_size=9, out=p), ConfigError, "a tensor of torch.float32"),
@@ -198,5 +207,6 @@ def test_nested_settings_and_paths_reach_a_recipe(tmp_path: Path) -> None:
     given = {"sources": [str(tmp_path)], "licences": {}, "data": {"seq_len": 5, "deep": {"x": [1]}}}
     flat = {"sources": [str(tmp_path)], "licences": {}, "data.seq_len": 5, "data.deep.x": [1]}
     assert _fields("plan", given) == flat
+    assert [_toml("plan", v) for v in (np.int64(3), np.float64(0.5), np.arange(2))] == ["3", "0.5", "[0, 1]"]
     with pytest.raises(ConfigError, match=r"plam"):
         whorl.run("quickstart", store=str(tmp_path), plam={"data": {"seq_len": 5}})

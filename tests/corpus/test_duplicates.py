@@ -331,8 +331,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("ray")
-def test_ray_writes_the_same_bytes_as_the_pool(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    request.addfinalizer(pytest.importorskip("ray").shutdown)
+def test_ray_writes_the_same_bytes_as_the_pool(tmp_path: Path, ray_cluster: Any) -> None:
     files = write(tmp_path / "in", corpus())
     run(files, tmp_path / "local")
     for workers in (1, 2, 3):

@@ -192,10 +192,7 @@ def test_damaged_unit_runs_again(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.xdist_group("ray")
-def test_ray_gives_the_same_bytes_and_survives_a_dead_worker(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    request.addfinalizer(pytest.importorskip("ray").shutdown)
+def test_ray_gives_the_same_bytes_and_survives_a_dead_worker(tmp_path: Path, ray_cluster: Any) -> None:
     files, deaths = texts(tmp_path / "in"), tmp_path / "deaths"
     expected, _ = word_count(UnitStore(tmp_path / "local"), files, LocalPool())
     for workers in (1, 3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.support.cli import refuse, start_whorl, weights
 from tests.support.e2e_recipe import MOE_RECIPE
 
 from whorl.machine.device_probe import cache_folder
+from whorl.store import Store
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
 
@@ -24,7 +26,7 @@ def folder(code: Path, tmp_path: Path) -> Path:
 
 
 def test_deterministic_run_ends_with_same_weights_after_sigterm(folder: Path) -> None:
-    """With another number of threads, own measurements, and an interruption; only compiled libraries are shared."""
+    """With another number of threads, own measurements, and an interruption; what comes before training is shared."""
 
     def start(name: str, threads: int) -> Popen[str]:
         cache = folder / f"cache-{name}" / "whorl"
@@ -42,6 +44,9 @@ def test_deterministic_run_ends_with_same_weights_after_sigterm(folder: Path) ->
         return output
 
     finish(start("a", 1))
+    shutil.copytree(folder / "a", folder / "b")
+    shutil.rmtree(Store(folder / "b").open("small/pretrain").path)
+    shutil.rmtree(folder / "b" / "runs")
     process = start("b", 2)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:

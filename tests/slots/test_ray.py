@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +17,26 @@ from whorl.slots.ray import RayProducer
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.xdist_group("ray")
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    paths = os.pathsep.join([str(ROOT), *(p for p in sys.path if p)])
-    quiet = {"include_dashboard": False, "log_to_driver": False}
-    environment = {"env_vars": {"PYTHONPATH": paths}}
-    ray.init(num_cpus=2, object_store_memory=200_000_000, runtime_env=environment, **quiet)
-    yield ray
-    ray.shutdown()
 
 
 def open_reader(*producers: Any, **options: Any) -> FIFOReader[Any]:
     return open_reader_of(*producers, kind=RayProducer, **options)
 
 
-def test_ray_producer_without_cluster_raises() -> None:
-    if ray.is_initialized():
-        ray.shutdown()
+def test_ray_producer_without_cluster_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ConfigError, match="not initialized"):
         RayProducer(SlotRing(SPEC, 1), Draws())
 
 
-def test_ray_producers_equal_serial(cluster: Any) -> None:
+def test_ray_producers_equal_serial(ray_cluster: Any) -> None:
     with open_reader(Draws(), Draws(), slots=4) as reader:
         assert read(reader, 12) == expected_records(12, 2)
         figures = reader.pop_stats()
     assert figures.records == 12 and figures.busy > 0
 
 
-def test_ray_producers_use_board_weights(cluster: Any) -> None:
+def test_ray_producers_use_board_weights(ray_cluster: Any) -> None:
     board = Board.from_tensors(filled(0.0))
     with open_reader(Acts(), Acts(), slots=2, board=board, reader={"order": "ready"}) as reader:
         for version in range(8):
@@ -69,13 +53,13 @@ def test_ray_producers_use_board_weights(cluster: Any) -> None:
     assert lags == [0, 1, 1, 1, 1]
 
 
-def test_replay_reader_with_ray_producers(cluster: Any) -> None:
+def test_replay_reader_with_ray_producers(ray_cluster: Any) -> None:
     ring, rng = SlotRing(SPEC, 5), np.random.default_rng(0)
     with ReplayReader(ring, [RayProducer(ring, Draws())], 3, rng, learning_starts=2) as reader:
         assert all(int(s.data.label) == s.sequence for _ in range(4) for s in next(reader).slots)
 
 
-def test_ray_actor_failure_raises(cluster: Any) -> None:
+def test_ray_actor_failure_raises(ray_cluster: Any) -> None:
     with pytest.raises(ProducerError, match="record two cannot be made"), open_reader(Fails()) as reader:
         read(reader, 5)
     hanging = open_reader(Draws(pause=60), timeout=5)
@@ -86,7 +70,7 @@ def test_ray_actor_failure_raises(cluster: Any) -> None:
         read(reader, 1)
 
 
-def test_ray_actor_lost_is_restarted(cluster: Any, tmp_path: Path) -> None:
+def test_ray_actor_lost_is_restarted(ray_cluster: Any, tmp_path: Path) -> None:
     """Killed during a fill, then by Ray: every record arrives once, with the same bits."""
     messages = list[str]()
     with open_reader(Dies(folder=tmp_path), slots=3, restarts=1, log=messages.append) as reader:
@@ -96,7 +80,7 @@ def test_ray_actor_lost_is_restarted(cluster: Any, tmp_path: Path) -> None:
         assert reader.pop_stats().restarts == 2 == len(messages) and "restarted (" in messages[0]
 
 
-def test_ray_restart_limit_raises(cluster: Any, tmp_path: Path) -> None:
+def test_ray_restart_limit_raises(ray_cluster: Any, tmp_path: Path) -> None:
     """A producer that raises is not restarted."""
     dies = Dies(folder=tmp_path, when="always")
     for producer, words, n_restarts in ((dies, "died", 1), (Fails(), "made", 0), (CannotBegin(), "begin", 0)):

@@ -15,6 +15,7 @@ from tests.support.images import encoded, half_dark, write_class_folders
 from tests.support.recipes.align_steps import write_jsonl
 
 from whorl.data.images import ImageShape
+from whorl.data.labelled import held_out
 from whorl.data.quarantine import Quarantine
 from whorl.errors import ConfigError, DataError
 from whorl.vision.config import ImagesConfig
@@ -196,3 +197,11 @@ def test_image_set_is_read_back(tmp_path: Path) -> None:
         again.need("captions", "clip")
     with pytest.raises(DataError, match=r"image_set\.json"):
         ImageSet(tmp_path / "shapes")
+
+
+def test_no_class_is_held_out_whole() -> None:
+    labels = ["a"] * 20 + ["b"]
+    contents = [bytes([n]) for n in range(20)]
+    for copied in contents:  # the only row of "b" is a copy of a row of "a"
+        found = held_out(labels, [*contents, copied], 0.5, 0, "images")
+        assert not found[-1] and 8 <= found.sum() <= 10

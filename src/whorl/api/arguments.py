@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,10 @@ def checked_by_pydantic() -> Iterator[None]:
         yield
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or error.title
-        raise invalid(name, first["input"], first["msg"].removeprefix("Value error, ").lower()) from error
+        reason = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:
+            raise ConfigError(reason) from error
+        raise invalid(".".join(map(str, first["loc"])), first["input"], reason.lower()) from error
 
 
 def as_texts(name: str, value: Any) -> list[str]:
@@ -38,7 +41,16 @@ def as_texts(name: str, value: Any) -> list[str]:
     for text in texts:
         if not isinstance(text, str):
             raise invalid(name, text, "a text, or a list of texts")
+        require_encodable(name, text)
     return texts
+
+
+def require_encodable(name: str, text: str) -> None:
+    """Raise ConfigError for half of a surrogate pair, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(name, text[error.start], "text without lone surrogates") from error
 
 
 def as_path(name: str, value: Any) -> str:
@@ -49,18 +61,25 @@ def as_path(name: str, value: Any) -> str:
     """
     if not isinstance(value, str | os.PathLike) or not str(value) or "\0" in str(value):
         raise invalid(name, value, "a name or a path")
-    longest = max(map(len, str(value).encode(errors="replace").split(b"/")))
+    try:
+        longest = max(map(len, os.fsencode(str(value)).split(b"/")))
+    except UnicodeEncodeError as error:
+        raise invalid(name, value, "a name or a path without lone surrogates") from error
     if longest > 255:
         raise invalid(name, value, "names of at most 255 bytes in a path")
     return str(value)
 
 
-def require_count(**values: Any) -> None:
-    """Check that arguments are integers from 1.
+def as_count(name: str, value: Any, least: int = 1) -> int:
+    """Return an integer of Python or NumPy.
 
     Raises:
-        ConfigError: one is not; the message has its name.
+        ConfigError: it is none, or below `least`.
     """
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise invalid(name, value, "an integer, at least 1")
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise invalid(name, value, f"an integer, at least {least}")
+    return number

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from whorl.api.arguments import as_path, invalid
+from whorl.api.arguments import as_path, invalid, require_encodable
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document
 from whorl.corpus.readers import read_documents
@@ -25,7 +27,7 @@ from whorl.tracking.progress import Progress
 
 VALIDATION_FRACTION = 0.05
 TextData = str | Path | Sequence[str] | Sequence[Path]
-IdData = Tensor | Sequence[Tensor]
+IdData = Tensor | NDArray[np.integer] | Sequence[Tensor] | Sequence[NDArray[np.integer]]
 
 
 def check_data(data: Any) -> Any:
@@ -34,17 +36,25 @@ def check_data(data: Any) -> Any:
     Raises:
         ConfigError: another type, or ids that are no integers.
     """
-    expected = "a file, a folder or a glob; a list of those; a list of texts; or integer tensors"
+    expected = "a file, a folder or a glob; a list of those; a list of texts; or integer tensors or arrays"
     if not isinstance(data, Iterable | Path) or isinstance(data, bytes | Mapping):
         raise invalid("data", data, expected)
-    parts = [data] if isinstance(data, str | Path | Tensor) else list(data)
+    data = _as_tensor(data)
+    parts = [data] if isinstance(data, str | Path | Tensor) else [_as_tensor(part) for part in data]
     kinds = (Tensor,) if parts and isinstance(parts[0], Tensor) else (str, Path)
     for part in parts:
         if not isinstance(part, kinds):
             raise invalid("data", part, expected)
+        if isinstance(part, str):
+            require_encodable("data", part)
         if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):
             raise ConfigError(f"data has a tensor of {part.dtype}", expected="integer token ids")
     return data if isinstance(data, str | Path | Tensor) else parts
+
+
+def _as_tensor(value: Any) -> Any:
+    is_ids = isinstance(value, np.ndarray) and value.dtype.kind in "iu"
+    return torch.from_numpy(value.astype(np.int64)) if is_ids else value
 
 
 def is_token_ids(data: Any) -> bool:

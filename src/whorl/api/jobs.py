@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whorl.api.arguments import as_path, checked_by_pydantic, invalid, require_count
+from whorl.api.arguments import as_count, as_path, checked_by_pydantic, invalid
 from whorl.api.data import IdData, TextData, check_data, is_token_ids, write_id_split, write_text_split
 from whorl.api.model import Model, load
 from whorl.evals.likelihood import perplexity
@@ -56,8 +56,11 @@ def run(
         for name, value in _fields(step, fields).items()
     ]
     name = as_path("recipe", recipe)
+    place = store and as_path("store", store)
+    if not isinstance(until, str | None):
+        raise invalid("until", until, "the name of a step")
     loaded = load_recipe(name, sets=sets, budget=budget, deterministic=deterministic)
-    return run_recipe(loaded, Store(store), Progress.silent() if quiet else Progress(), until=until)
+    return run_recipe(loaded, Store(place), Progress.silent() if quiet else Progress(), until=until)
 
 
 def train(
@@ -79,7 +82,7 @@ def train(
 
     Args:
         data: a file, a folder or a glob (text, source code, JSONL, Parquet); a list of those; a list of texts; or token
-            ids: one integer tensor [n], or a list of them, one for each document.
+            ids: one integer tensor or array [n], or a list of them, one for each document.
         tokenizer: a trained tokenizer or its folder; by default byte-level BPE is learned from the data.
         vocab_size: tokens of the learned tokenizer; for token ids, the number of ids.
         width, depth: of the decoder: d_model and layers.
@@ -93,7 +96,8 @@ def train(
     Raises:
         DataError: no documents, or ids outside of the vocabulary. ConfigError: a setting that does not exist.
     """
-    require_count(vocab_size=vocab_size, width=width, depth=depth, steps=steps)
+    vocab_size, width = as_count("vocab_size", vocab_size), as_count("width", width, 32)  # of a head
+    depth, steps = as_count("depth", depth), as_count("steps", steps)
     folder, progress = Path(as_path("out", out)), Progress.silent() if quiet else Progress()
     if not isinstance(tokenizer, Tokenizer | None):
         tokenizer = Tokenizer.load(Path(as_path("tokenizer", tokenizer)))
@@ -111,8 +115,6 @@ def train(
     token_set = TokenSet(tokens)
     machine = probe()
     job = {"batch_size": 8, "seq_len": 128, **job}
-    if width < 32:
-        raise invalid("width", width, "at least 32, the width of a head")
     with checked_by_pydantic():
         shape = decoder_config(width, depth, token_set.vocab_size, trained_length=job["seq_len"])
     settled = job_of_program({
@@ -149,7 +151,7 @@ class _Log:
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         self._at(step).write(step, metrics)
         note = f"loss {metrics['nll']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s"
-        self.task.update(done=step, note=note + self.held_out)
+        self.task.update(done=step, total=metrics.get("planned_steps"), note=note + self.held_out)
 
     def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None:
         values = dict(metrics)
@@ -183,6 +185,8 @@ def _fields(step: str, fields: Any, prefix: str = "") -> dict[str, Any]:
 def _toml(step: str, value: Any) -> str:
     """Return a Python value as `--set` reads it."""
     try:
-        return str(value) if isinstance(value, str | Path) else json.dumps(value)
-    except (TypeError, ValueError) as error:
+        if isinstance(value, str | Path):
+            return str(value)
+        return json.dumps(value, default=lambda array: array.tolist())  # of NumPy or torch
+    except (AttributeError, TypeError, ValueError) as error:
         raise invalid(f"a setting of {step}", value, "text, numbers, lists or tables") from error

@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from whorl.api.arguments import as_path, as_texts, checked_by_pydantic, invalid
+from whorl.api.arguments import as_count, as_path, as_texts, checked_by_pydantic, invalid, require_encodable
 from whorl.embedding.embedder import Embedder, result_of
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
@@ -79,6 +79,7 @@ class Model:
         """Yield the continuation of a text in pieces, as it is sampled. Options are those of `generate`."""
         if not isinstance(prompt, str):
             raise invalid("prompt", prompt, "a text")
+        require_encodable("prompt", prompt)
         yield from self._stream(self._request(self._entry.encode_healed(prompt), 0, options))
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
@@ -148,6 +149,8 @@ class Model:
         return ids
 
     def _log_probs(self, text: str) -> Tensor:
+        if not self._entry.encode_text(text):
+            return torch.empty(0)
         ids = self._fitting(self._entry.encode_prompt(text))
         rows = torch.tensor([ids], device=self.network.embedding.device)
         logits = self.network.logits(self.network(rows[:, :-1])).float()
@@ -223,11 +226,10 @@ def load(
         raise ConfigError(
             f"{unknown[0]} is not a setting of the engine", expected=", ".join(EngineConfig.model_fields)
         )
-    if context is not None and (not isinstance(context, int) or context < 2):
-        raise invalid("context", context, "an integer, at least 2")
+    context = context if context is None else as_count("context", context, 2)
     with checked_by_pydantic():
         config = EngineConfig(**{"max_num_seqs": 32, **engine})
-    location = ModelLocation(as_path("name_or_path", name_or_path), store)
+    location = ModelLocation(as_path("name_or_path", name_or_path), store and as_path("store", store))
     if location.kind == "embedder":
         return Embedder.load(location.folder, Tokenizer.load(location.folder), probe().device)
     entries, running = load_generation_model(location, probe(), config, max_model_len=context)

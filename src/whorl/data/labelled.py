@@ -64,4 +64,7 @@ def held_out(
         chosen = set(rng.permutation(len(order))[:n_test].tolist())
         for i, key in enumerate(order):
             split.setdefault(key, i in chosen)
+    for unique in of_class.values():
+        if all(split[key] for key in unique):  # by copies in other classes
+            split[next(iter(unique))] = False
     return np.array([split[key] for key in keys])

@@ -116,7 +116,7 @@ def _tool(value: object, field: str) -> Message:
 def _from_json(value: Any, field: str) -> Any:
     """Return the value of a JSON text, and any other value unchanged."""
     if not isinstance(value, str) or not value.strip():
-        return value or None
+        return None if isinstance(value, str) else value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:

@@ -154,6 +154,12 @@ def test_any_record_converts_or_raises_bad_record(record: dict[str, Any]) -> Non
             json.dumps(found.__dict__).encode()
 
 
+def test_empty_parameters_of_a_tool_are_kept() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for form in (tool, json.dumps(tool), {"name": "f", "parameters": "{}"}):
+        assert to_conversation({"messages": [U, A], "tools": [form]}).tools == (tool,)
+
+
 @pytest.mark.parametrize(
     ("tools", "field"),
     [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -128,19 +126,9 @@ def versions(experience: Experience) -> torch.Tensor:
 
 
 @pytest.mark.xdist_group("ray")
-def test_ray_worker_matches_serial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    paths = os.pathsep.join(p for p in sys.path if p)
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000,
-        runtime_env={"env_vars": {"PYTHONPATH": paths, "WHORL_NATIVE": "0"}},
-    )  # fmt: skip
-    try:
-        ahead = workers(backend="ray", **LOCKSTEP)
-        other, _, _ = train(folder, LEARNING.model_copy(update={"async_rollout": ahead}))
-    finally:
-        ray.shutdown()
+def test_ray_worker_matches_serial(folder: Path, ray_cluster: Any) -> None:
+    ahead = workers(backend="ray", **LOCKSTEP)
+    other, _, _ = train(folder, LEARNING.model_copy(update={"async_rollout": ahead}))
     serial, _, _ = train(folder, LEARNING)
     assert same_weights(serial, other)
 

@@ -108,8 +108,7 @@ def test_settings_of_minhash_reach_the_comparison(tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("ray")
-def test_engines_and_workers_write_equal_bytes(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    request.addfinalizer(pytest.importorskip("ray").shutdown)
+def test_engines_and_workers_write_equal_bytes(tmp_path: Path, ray_cluster: Any) -> None:
     texts = {"a.txt": prose(8), "b.txt": prose(8), **others()}
     written = {}
     for engine, workers in (("local", 1), ("local", 2), ("local", 3), ("ray", 1), ("ray", 2), ("ray", 3)):

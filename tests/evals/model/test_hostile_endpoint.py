@@ -77,6 +77,15 @@ def test_hostile_answer_is_missing_and_the_run_goes_on(
     backend.client.close()
 
 
+def test_deadline_is_of_all_attempts_together(fake: FakeEndpoint) -> None:
+    backend = EndpointBackend.open(fake.url, "fake", timeout=0.2, deadline=1.0, backoff=0.01, max_retries=4)
+    fake.always, began = "slow body", time.monotonic()
+    assert answer(backend) == Missing("timed out: the answer did not end in 1 s")
+    assert time.monotonic() - began < 3, "not five times"
+    patient = EndpointBackend.open(fake.url, "fake", timeout=0.4, deadline=0.1, max_retries=4)
+    assert patient.client.deadline == 2.0, "each attempt of a silent endpoint has its timeout"
+
+
 def test_memory_of_an_endless_answer_is_bounded(fake: FakeEndpoint) -> None:
     backend = EndpointBackend.open(fake.url, "fake", **FAST | {"deadline": 30.0})
     fake.always = "endless line"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -210,3 +211,14 @@ def test_token_behind_a_reply_is_a_stop_id(source: str) -> None:
 def test_tojson_takes_the_options_of_transformers(options: str, text: str) -> None:
     source = "{{ x | tojson" + options + " }}"
     assert compile_template(source).render(x={"b": "é", "a": 1}) == text
+
+
+def test_tools_that_a_template_leaves_out_are_a_warning() -> None:
+    chat = template(GEMMA)
+    for encode in (chat.encode_prompt, chat.encode_with_mask):
+        with pytest.warns(UserWarning, match="leaves out the tools"):
+            encode(TALK, [TOOL])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chat.encode_prompt(TALK)
+        template(CHATML).encode_prompt(TALK, [TOOL])

@@ -124,6 +124,7 @@ def test_training_decays_earlier_and_says_so(tokens: Path, tmp_path: Path, clock
     pretrain(planned, tmp_path / "slow", slow)
     assert 27 <= len(slow.steps) <= 33 and [event["kind"] for event in slow.events] == ["behind"]
     assert "behind its plan of 60 s, 60 steps" in slow.events[0]["message"]
+    assert slow.steps[-1]["planned_steps"] == len(slow.steps) and "planned_steps" not in quiet.steps[-1]
     last, rates = len(slow.steps), [found["learning_rate"] for found in slow.steps]
     assert rates[-1] < 0.1 * max(rates) and len(slow.evaluations) >= 1
     assert slow.checkpoints[-1] == last
@@ -134,6 +135,8 @@ def test_training_decays_earlier_and_says_so(tokens: Path, tmp_path: Path, clock
     clock[0] += 1e5
     pretrain(planned, tmp_path / "cut", second)
     assert len(first.steps) == 20 and 27 <= 20 + len(second.steps) <= 33
+    assert "planned_steps" in second.steps[0], "the bar of a resumed run"
+    assert second.steps[-1]["planned_steps"] == 20 + len(second.steps)
 
 
 def test_jobs_without_seconds_follow_no_clock(tokens: Path, clock: list[float]) -> None:

@@ -2,7 +2,7 @@
 
     client.call("/completions", body, parse)        parse(events) -> result; a `Fault` of it is retried as well
 
-An answer has bounds on bytes, values and levels (`http/answers.py`), and one deadline from the connection to its last byte.
+An answer has bounds on bytes, values and levels (`http/answers.py`). A call has one deadline, for all of its attempts.
 An event loop in a thread sends the requests, because a read of a socket cannot be ended from outside.
 
 Retried: no connection, a timeout, the statuses 408, 409, 425, 429 and 5xx, a body or a stream that ends early, an answer of
@@ -71,7 +71,7 @@ class EndpointClient:
     Args:
         url: with the version, such as http://127.0.0.1:8000/v1.
         api_key_env: environment variable with the key; no key is sent where it is unset.
-        timeout: seconds without a byte. deadline: seconds of one attempt, at least the timeout.
+        timeout: seconds without a byte. deadline: seconds of a call, all attempts together; at least all of their timeouts.
         max_retries: after the first attempt. backoff: seconds before the first retry.
 
     Raises:
@@ -103,7 +103,7 @@ class EndpointClient:
         except ImportError as error:
             raise ConfigError("endpoints need httpx", do="pip install 'whorl[serve]'") from error
         self.url, self.max_retries, self.backoff = url.rstrip("/"), max_retries, backoff
-        self.timeout, self.deadline = timeout, max(deadline, timeout)
+        self.timeout, self.deadline = timeout, max(deadline, (max_retries + 1) * timeout)
         key = self._key = os.environ.get(api_key_env, "")
         self._key_hint = (
             f"the key of {api_key_env} was sent" if key else f"no key was sent: set {api_key_env}"
@@ -120,24 +120,27 @@ class EndpointClient:
 
     def call(self, path: str, body: Mapping[str, Any], parse: Callable[[Events], T]) -> T | Missing:
         """Return parse(events) of the first attempt that succeeds, or why none did. An answer in one piece is one event."""
+        end = time.monotonic() + self.deadline
         for attempt in range(self.max_retries + 1):
             if self._failed_calls >= DEAD_AFTER:
                 return Missing(
                     f"not requested: the endpoint failed {DEAD_AFTER} times in a row, last with {self._last_reason}"
                 )
             try:
-                out = _parsed(parse, self._attempt(path, body))
+                out = _parsed(parse, self._attempt(path, body, end))
             except Fault as fault:
                 text = str(fault)  # it may repeat the key
                 reason = shorten(text.replace(self._key, "***") if self._key else text, 300)
-                if not fault.retry or attempt == self.max_retries:
-                    if not fault.of_request:
-                        self._record(reason)
-                    return Missing(reason if not attempt else f"{reason}; {attempt + 1} attempts")
                 wait = (
                     self.backoff * 2**attempt * random.uniform(0.5, 1.0) if fault.wait is None else fault.wait
                 )
-                time.sleep(min(wait, MAX_WAIT))
+                wait = min(wait, MAX_WAIT)
+                is_late = time.monotonic() + wait >= end
+                if not fault.retry or attempt == self.max_retries or is_late:
+                    if not fault.of_request:
+                        self._record(reason)
+                    return Missing(reason if not attempt else f"{reason}; {attempt + 1} attempts")
+                time.sleep(wait)
             else:
                 self._record("")
                 return out
@@ -163,10 +166,10 @@ class EndpointClient:
             self._failed_calls = self._failed_calls + 1 if reason else 0
             self._last_reason = reason
 
-    def _attempt(self, path: str, body: Mapping[str, Any]) -> Events:
+    def _attempt(self, path: str, body: Mapping[str, Any], end: float) -> Events:
         with self._lock:
             self.n_posted += 1
-        return self._run(self._fetch("POST", path, dict(body), self.deadline))
+        return self._run(self._fetch("POST", path, dict(body), end - time.monotonic()))
 
     async def _fetch(self, method: str, path: str, body: dict[str, Any] | None, deadline: float) -> Events:
         """Return the events of an answer that ends within `deadline` seconds. Raises Fault."""
@@ -187,7 +190,7 @@ class EndpointClient:
                 f"timed out after {self.timeout:g} s without a byte ({type(error).__name__})"
             ) from error
         except TimeoutError as error:
-            raise Fault(f"timed out: the answer did not end in {deadline:g} s") from error
+            raise Fault(f"timed out: the answer did not end in {deadline:.3g} s") from error
         except BadAnswerError as error:
             large = isinstance(error, TooLargeError)
             raise Fault(str(error), retry=not large, of_request=large) from error

@@ -12,9 +12,9 @@ from functools import cache
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError, Undefined, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
 from whorl.errors import ConfigError, DataError, one_of
+from whorl.tokens.template_source import BoundedEnvironment
 
 RESERVED = "item"  # id, gold, choices, letters and fields of the item
 SHOWN_FIELDS = 20
@@ -25,9 +25,9 @@ def _regex_replace(text: str, pattern: str, replacement: str, count: int = 0) ->
 
 
 @cache
-def environment() -> SandboxedEnvironment:
+def environment() -> BoundedEnvironment:
     """Return the environment of all templates."""
-    made = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    made = BoundedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     made.filters["regex_replace"] = _regex_replace  # as in lm-evaluation-harness
     return made
 

@@ -23,7 +23,7 @@ A template may leave a message out: one that has no words for the role `develope
 conversation is rendered once more with a mark in the place of each content. If a mark is missing, other forms are tried
 (`FORMS` of `messages.py`). A message is refused if the template writes it neither as the first nor before a user's turn.
 Otherwise its position is the cause: Mistral's templates write the system message only if the last turn is a user's. That
-is a warning.
+is a warning. Tools that a template leaves out are a warning, too: it may render calls, and the parser needs the tools.
 
 A turn ends with the token that the template writes behind a reply. It is one of `stop_ids`.
 """
@@ -106,6 +106,7 @@ class ChatTemplate:
         self.turn_end = turn_end(self._template, self.tokens, known)
         ends = (*tokenizer.end_ids, self.special_ids.get(IM_END), self.turn_end)
         self.stop_ids = frozenset(i for i in ends if i is not None)
+        self._has_written_tools = False
         self._end_pattern = _special_token_pattern(text for text, i in known.items() if i in self.stop_ids)
 
     @property
@@ -230,7 +231,7 @@ class ChatTemplate:
                 errors.append(error)
                 continue
             if not left_out:
-                return given
+                return self._with_tools(given, add_generation_prompt)
             refused = [n for n in left_out if not self._writes_role(given, n)]
             found.append((refused, left_out, given))
         if not found:
@@ -245,6 +246,17 @@ class ChatTemplate:
             )
         for role in sorted({shorten(str(messages[n].get("role"))) for n in left_out}):
             warnings.warn(f"the chat template leaves out a message of the role {role!r} here", stacklevel=3)
+        return self._with_tools(given, add_generation_prompt)
+
+    def _with_tools(self, given: _Conversation, add_generation_prompt: bool) -> _Conversation:
+        """Return the conversation; warns if the template writes none of its tools, as Gemma's and DeepSeek's do."""
+        if given.tools and not self._has_written_tools:
+            texts = [self._render(one, add_generation_prompt) for one in (given, replace(given, tools=()))]
+            self._has_written_tools = texts[0] != texts[1]
+            if not self._has_written_tools:
+                warnings.warn(
+                    "the chat template leaves out the tools: describe them in a message", stacklevel=4
+                )
         return given
 
     def _writes_role(self, given: _Conversation, number: int) -> bool:

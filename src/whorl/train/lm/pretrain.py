@@ -186,7 +186,8 @@ class PretrainTask(Task[Batch]):
         averages = self.meter.pop_metrics()
         rates = learning_rates(self.networks, self.job, self.lr_scale(steps_done - 1))
         flops = self.networks.flops_per_token(self.rows(steps_done - 1).seq_len)
-        return {**averages, "flops_per_second": averages["tokens_per_second"] * flops, **rates}
+        planned = {"planned_steps": float(self.steps)} if self.steps != self.job.steps else {}
+        return {**averages, "flops_per_second": averages["tokens_per_second"] * flops, **rates, **planned}
 
     def _follow_clock(self, steps_done: int) -> None:
         on_time = self.deadline.rate == 1
@@ -197,7 +198,7 @@ class PretrainTask(Task[Batch]):
             seconds, planned = self.deadline.seconds, self.job.seconds
             message = f"after {seconds:,.0f} s training is behind its plan of {planned:,.0f} s, {self.job.steps:,} steps"
             action = f"the decay starts earlier; at this speed {self.steps:,} steps"
-            event = {"kind": "behind", "message": message, "action": action, "steps": self.steps}
+            event = {"kind": "behind", "message": message, "action": action}
             self.trainer.report_event(steps_done, event)
 
     def evaluate_at(self, steps_done: int) -> bool:

@@ -38,12 +38,8 @@ class PretrainObserver(StageRecorder):
             self.ctx.summary["first_step_seconds"] = self.ctx.run.seconds
         super().on_step(step, metrics, *more)
 
-    def on_event(self, step: int, event: Mapping[str, Any]) -> None:
-        super().on_event(step, event)
-        if event["kind"] == "behind":
-            self.bar.update(total=event["steps"])
-
     def step_values(self, metrics: Metrics) -> Metrics:
+        self.bar.update(total=metrics.get("planned_steps"))
         mfu = metrics["flops_per_second"] / self.peak_flops
         return {**metrics, "mfu": mfu, "seconds": time.monotonic() - self.started}
 
