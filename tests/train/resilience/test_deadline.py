@@ -135,8 +135,7 @@ def test_training_decays_earlier_and_says_so(tokens: Path, tmp_path: Path, clock
     clock[0] += 1e5
     pretrain(planned, tmp_path / "cut", second)
     assert len(first.steps) == 20 and 27 <= 20 + len(second.steps) <= 33
-    assert "planned_steps" in second.steps[0], "the bar of a resumed run"
-    assert second.steps[-1]["planned_steps"] == 20 + len(second.steps)
+    assert 27 <= second.steps[0]["planned_steps"] <= 33, "the bar of a resumed run"
 
 
 def test_jobs_without_seconds_follow_no_clock(tokens: Path, clock: list[float]) -> None:
