@@ -198,8 +198,7 @@ class PretrainTask(Task[Batch]):
             seconds, planned = self.deadline.seconds, self.job.seconds
             message = f"after {seconds:,.0f} s training is behind its plan of {planned:,.0f} s, {self.job.steps:,} steps"
             action = f"the decay starts earlier; at this speed {self.steps:,} steps"
-            event = {"kind": "behind", "message": message, "action": action}
-            self.trainer.report_event(steps_done, event)
+            self.trainer.report_event(steps_done, {"kind": "behind", "message": message, "action": action})
 
     def evaluate_at(self, steps_done: int) -> bool:
         return steps_done % self.evaluate_every == 0 or steps_done == self.steps
