@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from whorl.errors import DataError
@@ -102,7 +103,7 @@ def unused_character(value: Any) -> str:
             pending += [*item.keys(), *item.values()]
         elif isinstance(item, list | tuple):
             pending += item
-    for number in (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xFFFFE)):
+    for number in chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE)):
         if chr(number) not in seen:
             return chr(number)
     raise DataError("the conversation uses every private character there is", expected="text")
