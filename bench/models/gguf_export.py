@@ -35,8 +35,8 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse
 
-from whorl.models.exchange.gguf.file import export_gguf
-from whorl.models.exchange.gguf.vocabulary import read_vocabulary
+from whorl.models.exchange.gguf_file import export_gguf
+from whorl.models.exchange.gguf_vocabulary import read_vocabulary
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 from whorl.tokens.tokenizer import Tokenizer

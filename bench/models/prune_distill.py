@@ -29,7 +29,7 @@ from bench.models._smoke_store import open_store
 
 from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.models import LanguageModel, load_model
-from whorl.models.pruning.prune import prune, teacher_log_probs
+from whorl.models.compression.prune import prune, teacher_log_probs
 from whorl.models.transformer_config import AttentionConfig
 from whorl.objectives.distil import distil_top_k
 from whorl.objectives.next_token import next_token

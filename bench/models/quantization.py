@@ -33,8 +33,8 @@ from bench.models._smoke_store import open_store
 from whorl.engine.cache.kv_int8 import dequantize_kv, quantize_kv
 from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.models import load_model, save_model
-from whorl.models.quantization.gptq import quantize_model
-from whorl.models.quantization.weights import QuantizationConfig
+from whorl.models.compression.gptq import quantize_model
+from whorl.models.compression.quantize import QuantizationConfig
 from whorl.nn import Linear
 from whorl.nn.attention import backends
 from whorl.nn.quantized_linear import QuantizedLinear

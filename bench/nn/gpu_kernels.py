@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from whorl.nn.attention import Mask, attend
 from whorl.nn.kernels import autotune as choice
 from whorl.nn.norm import rms_norm_reference
-from whorl.nn.positions.rotary import apply_rotary_reference, rotary_tables
+from whorl.nn.rotary import apply_rotary_reference, rotary_tables
 from whorl.objectives.next_token import logits_step
 
 Work = Callable[[], tuple[Tensor, ...]]

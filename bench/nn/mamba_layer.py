@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from whorl.machine.device_probe import probe
 from whorl.nn.attention import MultiHeadAttention
 from whorl.nn.mamba import Mamba, selective_scan, selective_scan_reference
-from whorl.nn.positions.rotary import Rotary, rotary_tables
+from whorl.nn.rotary import Rotary, rotary_tables
 
 D_MODEL, HEAD_DIM = 256, 64
 

@@ -17,7 +17,7 @@ from bench._run import claim, parse_quick
 from whorl.machine.device_probe import probe
 from whorl.nn.attention.mla import MultiHeadLatentAttention
 from whorl.nn.attention.multi_head import MultiHeadAttention
-from whorl.nn.positions.rotary import Rotary
+from whorl.nn.rotary import Rotary
 
 D_MODEL, HEADS, HEAD_DIM = 1024, 16, 64
 # DeepSeek-V2's proportions: a latent of 4 heads' features, a rotary key of half a head's.

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from whorl.engine.cache.block_pool import BlockPool
 from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
 from whorl.engine.request import Request
-from whorl.engine.scheduling.prefill_budget import PrefillBudget
-from whorl.engine.scheduling.scheduler import Scheduler
+from whorl.engine.scheduler import PrefillBudget, Scheduler
 from whorl.engine.sequence import Sequence
 from whorl.router.prefix_index import BlockHashes, block_hashes
 from whorl.router.routing_policy import RoutingPolicy, Ticket

@@ -72,7 +72,7 @@ class Point:
 def write_model(folder: Path) -> None:
     """Write the model with a tokenizer, and as a GGUF file."""
     from whorl.models.exchange.convert import export_model
-    from whorl.models.exchange.gguf.file import export_gguf
+    from whorl.models.exchange.gguf_file import export_gguf
     from whorl.models.transformer import Transformer
     from whorl.models.transformer_config import AttentionConfig, TransformerConfig
     from whorl.tokens.tokenizer import Tokenizer

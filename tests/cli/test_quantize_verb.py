@@ -10,7 +10,7 @@ from tests.support.cli import invoke, refuse, succeed
 from tests.support.tiny import make_decoder, make_document
 
 from whorl.models import load_model, save_model
-from whorl.models.quantization.weights import QuantizationConfig
+from whorl.models.compression.quantize import QuantizationConfig
 from whorl.store import Store
 from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.corpus import Corpus, CurateConfig, IngestConfig, curate, document_files, ingest
-from whorl.corpus.mixing import CorpusMixture, MixConfig, make_mixture, mean_shares, mixture_shares
-from whorl.corpus.mixing.mixture import _pieces
+from whorl.corpus.mixture import CorpusMixture, MixConfig, _pieces, make_mixture, mean_shares, mixture_shares
 from whorl.errors import ConfigError, DataError
 from whorl.recipes import load_recipe, parse_recipe, run_recipe
 from whorl.store import Store

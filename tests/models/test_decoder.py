@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models import Transformer, TransformerConfig, load_model, save_model, whorl_decoder
-from whorl.nn.positions.rotary import rotary_frequencies
+from whorl.nn.rotary import rotary_frequencies
 from whorl.objectives.next_token import next_token_reference
 
 

@@ -17,7 +17,7 @@ from whorl.models.language_model import saved_bytes
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import MIXERS, CustomMixer, Rope, TransformerConfig
 from whorl.models.transformer_cost import mean_causal_keys
-from whorl.nn.positions.rotary import RopeScaling
+from whorl.nn.rotary import RopeScaling
 
 IDS = torch.randint(0, 50, (2, 13), generator=torch.Generator().manual_seed(2))
 MAMBA, NEAR = CustomMixer(kind="mamba"), HEADS.model_copy(update={"window": 4})

@@ -17,8 +17,8 @@ from whorl.errors import ConfigError
 from whorl.nn.attention import HSTUAttention, LinearAttention, MultiHeadAttention, MultiHeadLatentAttention
 from whorl.nn.mamba import Mamba
 from whorl.nn.norm import QKNorm
-from whorl.nn.positions.rotary import Rotary
 from whorl.nn.recurrent import GRU, LSTM, RNN
+from whorl.nn.rotary import Rotary
 
 D, T, CAPACITY = 24, 12, 15
 ROTARY = Rotary(6, 10_000.0, torch.float32)

@@ -12,6 +12,7 @@ from tests.support.nn.checks import gen, randn
 
 from whorl.errors import ConfigError
 from whorl.nn import NGramEmbedding, rotary_tables
+from whorl.nn.absolute_positions import LearnedPositions, SinusoidalPositions, alibi_slopes
 from whorl.nn.attention import HSTUAttention, LinearAttention, MultiHeadAttention, MultiHeadLatentAttention
 from whorl.nn.attention.backends import attend
 from whorl.nn.attention.mask import Mask
@@ -23,10 +24,9 @@ from whorl.nn.mamba import Mamba
 from whorl.nn.mlp import MLP
 from whorl.nn.norm import BatchNorm, GroupNorm
 from whorl.nn.patches import PatchEmbedding, to_patches
-from whorl.nn.positions.absolute import LearnedPositions, SinusoidalPositions, alibi_slopes
-from whorl.nn.positions.rotary import RopeScaling, Rotary, rotary_frequencies, to_half_split
 from whorl.nn.quantized_linear import QuantizedLinear
 from whorl.nn.recurrent import GRU, RNN
+from whorl.nn.rotary import RopeScaling, Rotary, rotary_frequencies, to_half_split
 
 SEGMENTS = torch.tensor([[3, 3, 3, 3, 1, 2, 2, 2, 2], [5] * 9])
 LAYOUT = torch.eye(5).bool()

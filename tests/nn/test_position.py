@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support.nn.checks import gen
 
-from whorl.nn.positions.absolute import LearnedPositions, SinusoidalPositions, alibi_slopes
+from whorl.nn.absolute_positions import LearnedPositions, SinusoidalPositions, alibi_slopes
 
 
 def test_learned_positions_are_table_rows_with_gradients() -> None:

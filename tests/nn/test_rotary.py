@@ -11,7 +11,7 @@ from tests.support.nn.checks import randn
 from torch import Tensor
 from torch.testing import assert_close
 
-from whorl.nn.positions.rotary import (
+from whorl.nn.rotary import (
     Layout,
     RopeScaling,
     Rotary,

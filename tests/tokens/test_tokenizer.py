@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import pre_tokenizers
 
 from whorl.errors import ConfigError, DataError
-from whorl.models.exchange.gguf.vocabulary import SPLITS
+from whorl.models.exchange.gguf_vocabulary import SPLITS
 from whorl.tokens import bpe, pretokens
 from whorl.tokens.healing import MAX_HEALED_BYTES, heal
 from whorl.tokens.tokenizer import BOS, EOS, PAD, Tokenizer

@@ -17,7 +17,7 @@ import torch
 from bench._run import sized
 
 from whorl.models.exchange.convert import export_model
-from whorl.models.exchange.gguf.file import export_gguf
+from whorl.models.exchange.gguf_file import export_gguf
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 

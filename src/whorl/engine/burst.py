@@ -23,7 +23,7 @@ from whorl.engine.native.runner import NativeRunner
 from whorl.engine.native.sampling import Draws
 from whorl.engine.request import Token
 from whorl.engine.sampling.sampler import SamplerRow, is_plain, uniforms
-from whorl.engine.scheduling.scheduler import Schedule, Scheduler
+from whorl.engine.scheduler import Schedule, Scheduler
 from whorl.engine.sequence import Sequence
 
 ENDED_FRACTION = 4  # while a sequence waits, a burst stops when one of this many rows has ended

@@ -40,8 +40,7 @@ from whorl.engine.request import Delta, FinishReason, Generation, Request, Token
 from whorl.engine.sampling.forced_prefix import ForcedPrefix, Sequenced, SortedVocabulary
 from whorl.engine.sampling.stop_strings import StopStringChecker
 from whorl.engine.sampling_params import SamplingParams
-from whorl.engine.scheduling.prefill_budget import PrefillBudget
-from whorl.engine.scheduling.scheduler import Schedule, Scheduler
+from whorl.engine.scheduler import PrefillBudget, Schedule, Scheduler
 from whorl.engine.sequence import PromptScores, Proposer, Sequence, SequenceStatus
 from whorl.engine.stats import EngineStats
 from whorl.errors import ConfigError

@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceABC
 
 from whorl.engine.model.token_scores import TokenScores
 from whorl.engine.request import FinishReason, Token
-from whorl.engine.scheduling.scheduler import Schedule
+from whorl.engine.scheduler import Schedule
 from whorl.engine.sequence import Sequence
 
 

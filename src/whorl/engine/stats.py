@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from whorl.engine.scheduling.scheduler import Schedule
+from whorl.engine.scheduler import Schedule
 
 MAX_RECENT_STEPS = 512
 

@@ -27,12 +27,12 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError
 from whorl.models.cost import ProfiledTextModule
 from whorl.models.language_model import check_ids
+from whorl.nn.absolute_positions import LearnedPositions
 from whorl.nn.attention import KeyValueState, MultiHeadAttention
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP, Activation
 from whorl.nn.norm import LayerNorm
-from whorl.nn.positions.absolute import LearnedPositions
-from whorl.nn.positions.rotary import Rotary
+from whorl.nn.rotary import Rotary
 
 
 class EncoderConfig(BaseModel):

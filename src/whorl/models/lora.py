@@ -32,11 +32,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from whorl.errors import CheckpointError, ConfigError
+from whorl.models.compression.quantize import layers_read_directly
 from whorl.models.exchange import FAMILIES
 from whorl.models.exchange.rules import ConversionRule
 from whorl.models.exchange.safetensors_io import read_json
 from whorl.models.language_model import LanguageModel
-from whorl.models.quantization.weights import layers_read_directly
 from whorl.models.transformer import Transformer
 from whorl.nn.linear import Linear
 from whorl.nn.quantized_linear import QuantizedLinear

@@ -37,7 +37,7 @@ from whorl.nn.kernels.dispatch import logits_step
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import Activation
 from whorl.nn.norm import RMSNorm
-from whorl.nn.positions.rotary import Rotary
+from whorl.nn.rotary import Rotary
 from whorl.objectives.next_token import Loss, next_token
 from whorl.store.files import load_json, require_regular
 

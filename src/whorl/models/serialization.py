@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from whorl.errors import CheckpointError, ConfigError
+from whorl.models.compression.quantize import CONFIG_KEY, load_quantized, save_quantized
 from whorl.models.exchange import convert
 from whorl.models.language_model import LanguageModel
-from whorl.models.quantization.weights import CONFIG_KEY, load_quantized, save_quantized
 from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.store.files import load_json
 

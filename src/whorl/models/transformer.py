@@ -20,7 +20,7 @@ of the model is in `language_model.py`, the layers in `transformer_block.py`.
 `torch.compile` sees only it. Where all layers have the same rotary positions, `prepare` also looks up their tables.
 
 Context extension: with `trained_length`, longer rows use YaRN tables (Peng et al. 2023, arXiv:2309.00071;
-`nn/positions/rotary.py`) for up to `YARN_FACTOR` times that length. Slow waves are slowed down, because their angles would
+`nn/rotary.py`) for up to `YARN_FACTOR` times that length. Slow waves are slowed down, because their angles would
 leave the trained range; scores are sharpened, because a softmax over more keys is flatter. Training never uses them.
 
 Decoding: the state also holds the last ids, which n-grams read, so the logits equal those of one forward (tested).
@@ -45,7 +45,7 @@ from whorl.nn.attention.paged import PagedState
 from whorl.nn.attention.state import KeyValues
 from whorl.nn.mixer import MixerState, check_state
 from whorl.nn.ngram import NGramEmbedding
-from whorl.nn.positions.rotary import Positions, Rotary
+from whorl.nn.rotary import Positions, Rotary
 
 __all__ = ["Transformer", "TransformerBlock", "TransformerConfig", "TransformerState"]
 

@@ -25,7 +25,7 @@ from whorl.nn.experts import MixtureOfExperts
 from whorl.nn.mixer import MixerState, PooledState
 from whorl.nn.mlp import MLP
 from whorl.nn.norm import LayerNorm, QKNorm, RMSNorm
-from whorl.nn.positions.rotary import Positions, RopeScaling, Rotary
+from whorl.nn.rotary import Positions, RopeScaling, Rotary
 
 YARN_FACTOR = 4.0  # longest row as a multiple of the trained length
 

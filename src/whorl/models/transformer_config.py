@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from whorl.errors import one_of
 from whorl.nn.mlp import Activation
-from whorl.nn.positions.rotary import Layout, RopeScaling
+from whorl.nn.rotary import Layout, RopeScaling
 from whorl.registry import Registry
 
 # Constructed as Class(d_model, **options, generator=...).
@@ -45,7 +45,7 @@ class _FrozenConfig(BaseModel):
 
 
 class Rope(_FrozenConfig):
-    """Rotary positions (`nn/positions/rotary.py`)."""
+    """Rotary positions (`nn/rotary.py`)."""
 
     base: float = Field(default=10_000.0, gt=1)
     scaling: RopeScaling | None = None

@@ -18,7 +18,7 @@ from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP
 from whorl.nn.ngram import NGramEmbedding
 from whorl.nn.norm import LayerNorm, RMSNorm, rms_norm
-from whorl.nn.positions.rotary import Rotary, apply_rotary, rotary_tables
+from whorl.nn.rotary import Rotary, apply_rotary, rotary_tables
 
 __all__ = [
     "MLP",

@@ -15,7 +15,7 @@ from whorl.align.distillation.student import make_student, select_layers, unifor
 from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel, TransformerConfig, make_model
-from whorl.models.pruning.shapes import scale_width
+from whorl.models.compression.shapes import scale_width
 from whorl.models.transformer_config import AttentionConfig, MLAConfig, MoEConfig
 from whorl.tracking.seeds import generator
 

@@ -19,9 +19,9 @@ from whorl.engine.engine import Engine
 from whorl.engine.model.multi_lora import Adapters, LoRAMapping, lora_delta, lora_delta_reference
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models import LanguageModel, Transformer
+from whorl.models.compression.gptq import quantize_model
+from whorl.models.compression.quantize import QuantizationConfig
 from whorl.models.lora import LoRA, LoRAFactors, init_lora, load_lora, merge_lora, save_lora, target_modules
-from whorl.models.quantization.gptq import quantize_model
-from whorl.models.quantization.weights import QuantizationConfig
 from whorl.models.transformer_config import AttentionConfig
 
 

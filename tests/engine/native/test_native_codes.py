@@ -15,8 +15,8 @@ from whorl.engine.engine import Engine
 from whorl.engine.native import NativeStep
 from whorl.engine.native.runner import NativeRunner
 from whorl.models import Transformer, load_model, save_model
-from whorl.models.quantization.gptq import quantize_model
-from whorl.models.quantization.weights import QuantizationConfig
+from whorl.models.compression.gptq import quantize_model
+from whorl.models.compression.quantize import QuantizationConfig
 from whorl.models.transformer_config import NGramConfig
 
 pytestmark = needs_compiler

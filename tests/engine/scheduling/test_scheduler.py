@@ -14,7 +14,7 @@ from tests.support.models.transformer_shapes import HEADS, made
 from whorl.engine.engine import Engine
 from whorl.engine.request import Token
 from whorl.engine.sampling_params import SamplingParams
-from whorl.engine.scheduling.prefill_budget import MAX_CONSECUTIVE_MIXED_STEPS, MEDIAN_WINDOW, PrefillBudget
+from whorl.engine.scheduler import MAX_CONSECUTIVE_MIXED_STEPS, MEDIAN_WINDOW, PrefillBudget
 from whorl.errors import ConfigError
 from whorl.models import Transformer
 from whorl.slots.board import Board

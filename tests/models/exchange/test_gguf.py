@@ -14,9 +14,9 @@ from tests.support.models.gguf_files import FIELDS, field, gguf, llama_cpp
 
 from whorl.errors import ConfigError
 from whorl.models import Transformer, TransformerConfig
-from whorl.models.exchange.gguf.file import export_gguf
+from whorl.models.exchange.gguf_file import export_gguf
 from whorl.models.transformer_config import AttentionConfig, CustomMixer, MLAConfig, MoEConfig, Rope
-from whorl.nn.positions.rotary import RopeScaling, rotary_frequencies
+from whorl.nn.rotary import RopeScaling, rotary_frequencies
 
 SHAPE: dict[str, Any] = {"vocab_size": 96, "d_model": 32, "n_layers": 2, "max_length": 64, "mlp_hidden": 48}
 IDS = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(1))

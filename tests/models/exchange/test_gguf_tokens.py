@@ -19,8 +19,8 @@ from tokenizers import Tokenizer as Core
 
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models import Transformer
-from whorl.models.exchange.gguf.file import export_gguf
-from whorl.models.exchange.gguf.vocabulary import (
+from whorl.models.exchange.gguf_file import export_gguf
+from whorl.models.exchange.gguf_vocabulary import (
     FALLBACK_PRE,
     GPT2_PATTERN,
     SPLITS,

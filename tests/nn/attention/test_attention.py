@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from whorl.nn import NGramEmbedding, causal_attention, causal_attention_reference, rotary_tables
 from whorl.nn.attention import MultiHeadAttention
 from whorl.nn.ngram import ngram_bucket_ids
-from whorl.nn.positions.rotary import Rotary
+from whorl.nn.rotary import Rotary
 
 
 @pytest.mark.parametrize("length", [1, 5, 256, 257, 300])

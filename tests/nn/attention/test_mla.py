@@ -10,7 +10,7 @@ from tests.support.nn.checks import gen, randn
 from torch.testing import assert_close
 
 from whorl.nn.attention.mla import MultiHeadLatentAttention
-from whorl.nn.positions.rotary import Rotary
+from whorl.nn.rotary import Rotary
 
 
 def make_layer(rotary: Rotary | str | None = "own", **kwargs: Any) -> MultiHeadLatentAttention:

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.attention.short_conv import ShortConvolution, Smear
-from whorl.nn.positions.rotary import Rotary
+from whorl.nn.rotary import Rotary
 
 D, H, T = 32, 4, 11
 ROTARY = Rotary(8, 10_000.0, torch.float32)

@@ -23,7 +23,7 @@ from whorl.nn.kernels import rms_norm as norms
 from whorl.nn.kernels import rotary as turns
 from whorl.nn.kernels.cross_entropy import cross_entropy_
 from whorl.nn.norm import rms_norm_reference
-from whorl.nn.positions.rotary import apply_rotary_reference, rotary_tables
+from whorl.nn.rotary import apply_rotary_reference, rotary_tables
 from whorl.objectives.next_token import logits_step, next_token, next_token_reference
 
 ATOL = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

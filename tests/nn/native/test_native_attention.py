@@ -15,7 +15,7 @@ from whorl.nn.attention import causal
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.native import attention as native
 from whorl.nn.native.library import native_library
-from whorl.nn.positions.rotary import Rotary
+from whorl.nn.rotary import Rotary
 
 
 @pytest.fixture(params=VARIANTS)

@@ -4,7 +4,7 @@
     n_layers           evenly spaced layers of the teacher: layer round(i (n - 1) / (k - 1)) becomes layer i of k, so
                        the first and the last stay (DistilBERT takes every second layer, Sanh et al. 2019,
                        arXiv:1910.01108, section 3)
-    pruning            removes heads and channels and compensates (`models/pruning/prune.py`); after n_layers
+    pruning            removes heads and channels and compensates (`models/compression/prune.py`); after n_layers
 
 Layer selection and pruning keep embedding, head and most of the knowledge, so the student starts near its teacher. A
 narrow student starts from scratch, but is smaller in every matrix product, including the head.
@@ -23,8 +23,8 @@ from torch import Tensor
 from whorl.align.config import StudentConfig
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel, make_model
-from whorl.models.pruning.prune import prune
-from whorl.models.pruning.shapes import scale_width, select_layers_config
+from whorl.models.compression.prune import prune
+from whorl.models.compression.shapes import scale_width, select_layers_config
 
 
 def make_student(

@@ -99,7 +99,7 @@ def export(
             do=f"train one with `whorl run llama`, or with [steps.plan.model] in a recipe ({DOCS_URL}/models.md)",
         )
     if to == "gguf":
-        from whorl.models.exchange.gguf.file import export_gguf
+        from whorl.models.exchange.gguf_file import export_gguf
 
         tokenizer_folder = found.path if (found.path / "tokenizer.json").is_file() else None
         chat = _chat_template(found.path)

@@ -49,7 +49,7 @@ def quantize(
     from pydantic import ValidationError
 
     from whorl.errors import ConfigError
-    from whorl.models.quantization.weights import QuantizationConfig
+    from whorl.models.compression.quantize import QuantizationConfig
     from whorl.recipes import Recipe, RecipeStep, run_recipe, step_kinds
     from whorl.recipes.steps.quantize import QuantizeConfig
     from whorl.store import Store

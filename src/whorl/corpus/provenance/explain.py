@@ -17,7 +17,7 @@ from whorl.corpus.decontamination.attributes import CONTAMINATION_FILE
 from whorl.corpus.deduplication.shingles import jaccard_similarity
 from whorl.corpus.documents import document_id
 from whorl.corpus.provenance.tables import CorpusTables, find_rows, one_row
-from whorl.corpus.rewriting import edits_of
+from whorl.corpus.rewrite import edits_of
 
 IDENTITY = (
     "row",

@@ -14,7 +14,7 @@ from whorl.engine.cache.cache_manager import KVCacheManager
 from whorl.engine.cache.pages import InputBatch
 from whorl.engine.sampling.penalties import TokenCounts
 from whorl.engine.sampling.sampler import SamplerRow
-from whorl.engine.scheduling.scheduler import Schedule
+from whorl.engine.scheduler import Schedule
 from whorl.engine.sequence import Sequence
 
 

@@ -98,7 +98,7 @@ inline void normalise(const Norm& norm, const float* x, int64_t d, float* y) {
     }
 }
 
-// Rotate the first rotary_dim features by the tables of a position, in place; nn/positions/rotary.py has the two layouts.
+// Rotate the first rotary_dim features by the tables of a position, in place; nn/rotary.py has the two layouts.
 inline void turn(const Layer& layer, int64_t position, float* x) {
     if (!layer.cos) return;
     const int64_t dim = layer.rotary_dim, half = dim / 2;

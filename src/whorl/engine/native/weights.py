@@ -26,8 +26,8 @@ from whorl.nn.experts import MixtureOfExperts
 from whorl.nn.linear import Linear
 from whorl.nn.ngram import NGramEmbedding
 from whorl.nn.norm import LayerNorm, RMSNorm
-from whorl.nn.positions.rotary import Rotary
 from whorl.nn.quantized_linear import QuantizedLinear, QuantizedNGramEmbedding
+from whorl.nn.rotary import Rotary
 
 RMS_NORM, LAYER_NORM = 1, 2  # of NormKind in model.h
 MAX_HEAD_DIM, MAX_NGRAM_ORDER = 1024, 32  # sizes of arrays in step.h

@@ -29,7 +29,7 @@ from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
 from whorl.engine.model.batch_builder import build_batch
 from whorl.engine.native.runner import make_runner
 from whorl.engine.sampling.sampler import Sampler
-from whorl.engine.scheduling.scheduler import Schedule
+from whorl.engine.scheduler import Schedule
 from whorl.engine.sequence import Sequence, SequenceStatus
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel

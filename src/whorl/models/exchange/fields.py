@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from whorl.errors import ConfigError, one_of
-from whorl.nn.positions.rotary import RopeScaling
+from whorl.nn.rotary import RopeScaling
 
 T = TypeVar("T")
 

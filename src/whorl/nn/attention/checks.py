@@ -11,7 +11,7 @@ from torch import Tensor
 from whorl.errors import ConfigError, one_of
 from whorl.nn.attention.mask import Mask
 from whorl.nn.attention.state import KeyValues
-from whorl.nn.positions.rotary import Rotary
+from whorl.nn.rotary import Rotary
 
 Projections = Literal["separate", "fused", "shared"]
 

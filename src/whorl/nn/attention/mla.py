@@ -39,7 +39,7 @@ from whorl.nn.attention.state import extend_segments
 from whorl.nn.linear import Linear
 from whorl.nn.mixer import LatentCacheSpec, check_state
 from whorl.nn.norm import RMSNorm
-from whorl.nn.positions.rotary import Rotary
+from whorl.nn.rotary import Rotary
 
 
 @dataclass

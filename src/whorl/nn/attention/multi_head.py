@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError, one_of
+from whorl.nn.absolute_positions import alibi_slopes
 from whorl.nn.attention.backends import BACKENDS, attend
 from whorl.nn.attention.checks import (
     Projections,
@@ -50,8 +51,7 @@ from whorl.nn.linear import Linear
 from whorl.nn.mixer import KVCacheSpec, SharedCacheSpec
 from whorl.nn.native import attention as native
 from whorl.nn.norm import QKNorm, RMSNorm, rms_norm
-from whorl.nn.positions.absolute import alibi_slopes
-from whorl.nn.positions.rotary import Positions, Rotary
+from whorl.nn.rotary import Positions, Rotary
 
 
 class MultiHeadAttention(nn.Module):

@@ -3,7 +3,7 @@
     y_i = x_i cos_i + x_p(i) sin_i
 
 p(i) is the other feature of i's pair: i +- dim / 2 in the layout "half", i xor 1 in "interleaved". The tables carry the
-signs (`nn/positions/rotary.py`, the reference). As tensor operations this is a flip, two products and a sum, each with
+signs (`nn/rotary.py`, the reference). As tensor operations this is a flip, two products and a sum, each with
 a separate tensor.
 
 The backward pass is the transposed map, dx_i = dy_i cos_i + dy_p(i) sin_p(i): the same kernel with the sine of the
@@ -91,7 +91,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
-    """Return `apply_rotary` of `nn/positions/rotary.py`, with a gradient for x; the tables are constants.
+    """Return `apply_rotary` of `nn/rotary.py`, with a gradient for x; the tables are constants.
 
     Raises:
         ConfigError: no Triton, or x is not on a GPU.

@@ -24,7 +24,7 @@ from whorl.nn.native.library import choice_table, is_supported, product_library
 
 if TYPE_CHECKING:
     from whorl.nn.attention.multi_head import MultiHeadAttention
-    from whorl.nn.positions.rotary import Positions
+    from whorl.nn.rotary import Positions
 
 MAX_HEAD_DIM = 256
 

@@ -10,7 +10,7 @@ from whorl.corpus import curate as curate_documents
 from whorl.corpus import ingest as ingest_sources
 from whorl.corpus.deduplication.earlier import find_earlier
 from whorl.corpus.mapreduce import ENGINE_FIELDS
-from whorl.corpus.mixing import MixConfig, make_mixture
+from whorl.corpus.mixture import MixConfig, make_mixture
 from whorl.corpus.provenance.tables import CorpusTables
 from whorl.machine.device_probe import usable_cores
 from whorl.recipes.registry import StepContext, step

@@ -41,7 +41,7 @@ class QuantizeConfig(BaseModel):
     @field_validator("scheme")
     @classmethod
     def _validate(cls, value: dict[str, Any]) -> dict[str, Any]:
-        from whorl.models.quantization.weights import QuantizationConfig
+        from whorl.models.compression.quantize import QuantizationConfig
 
         return QuantizationConfig.model_validate(value).model_dump()
 
@@ -50,9 +50,9 @@ class QuantizeConfig(BaseModel):
 def quantize(ctx: StepContext, config: QuantizeConfig) -> None:
     """Round the weight matrices of a model to few bits."""
     from whorl.models import load_model, save_model
+    from whorl.models.compression.gptq import quantize_model
+    from whorl.models.compression.quantize import QuantizationConfig
     from whorl.models.exchange.safetensors_io import TOKENIZER_FILES
-    from whorl.models.quantization.gptq import quantize_model
-    from whorl.models.quantization.weights import QuantizationConfig
 
     source, scheme = ctx.parents["model"], QuantizationConfig.model_validate(config.scheme)
     source.check()

@@ -8,8 +8,8 @@ from whorl.corpus import document_files
 from whorl.corpus.ingest import COPIES_FILE
 from whorl.corpus.mapreduce import LocalPool
 from whorl.corpus.mapreduce.units import link_or_copy
-from whorl.corpus.rewriting import RewriteConfig
-from whorl.corpus.rewriting import rewrite as rewrite_documents
+from whorl.corpus.rewrite import RewriteConfig
+from whorl.corpus.rewrite import rewrite as rewrite_documents
 from whorl.machine.device_probe import usable_cores
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import MAX_WORKERS, format_counts

@@ -28,7 +28,7 @@ from whorl.models.exchange.family import (
 from whorl.models.exchange.fields import ConfigReader, read_rope, write_rope, yarn_mscale
 from whorl.models.exchange.rules import ConversionRule, unchanged
 from whorl.models.transformer_config import MLAConfig, MoEConfig, Rope, TransformerConfig
-from whorl.nn.positions.rotary import Layout
+from whorl.nn.rotary import Layout
 
 
 def read_deepseek(fields: ConfigReader) -> TransformerConfig:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.corpus.mixing import CorpusMixture
+from whorl.corpus.mixture import CorpusMixture
 from whorl.errors import ConfigError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.pretrain.train_job import train_and_save

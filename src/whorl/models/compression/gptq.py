@@ -2,7 +2,7 @@
 
 Rounding to nearest minimizes the weight error. The error that matters is that of the output,
 
-    sum over x of |(W - Q) x|^2 = tr((W - Q) H (W - Q)^T),        H = sum x x^T  (`models/pruning/activation_moments.py`)
+    sum over x of |(W - Q) x|^2 = tr((W - Q) H (W - Q)^T),        H = sum x x^T  (`models/compression/activation_moments.py`)
 
 With correlated inputs one rounding error can compensate another. GPTQ (Frantar et al. 2022, arXiv:2210.17323) rounds
 columns one by one. It spreads the error of each over the columns F that are not rounded yet, by least squares (Optimal
@@ -32,15 +32,15 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.models.language_model import LanguageModel
-from whorl.models.pruning.activation_moments import second_moments
-from whorl.models.quantization.weights import (
+from whorl.models.compression.activation_moments import second_moments
+from whorl.models.compression.quantize import (
     QuantizationConfig,
     head_as_linear,
     quantizable_layers,
     replace_module,
     set_head_layer,
 )
+from whorl.models.language_model import LanguageModel
 from whorl.nn.linear import Linear
 from whorl.nn.ngram import NGramEmbedding
 from whorl.nn.quantized_linear import (

@@ -4,7 +4,7 @@
 
 For a layer y = W x, H gives without running the layer again:
 
-- the output error of a weight error E, sum |E x|^2 = tr(E H E^T), for rounding (`models/quantization/gptq.py`);
+- the output error of a weight error E, sum |E x|^2 = tr(E H E^T), for rounding (`models/compression/gptq.py`);
 - the contribution of a group of inputs, tr(W_j H_jj W_j^T);
 - the least-squares weights after removing inputs, for pruning (`prune.py`).
 

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.models.exchange.gguf.architecture import GGUFModel, attention_configs, write_fields
-from whorl.models.exchange.gguf.vocabulary import read_vocabulary
+from whorl.models.exchange.gguf_architecture import GGUFModel, attention_configs, write_fields
+from whorl.models.exchange.gguf_vocabulary import read_vocabulary
 from whorl.models.exchange.rules import ConversionRule
 from whorl.models.language_model import LanguageModel
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig, MLAConfig
-from whorl.nn.positions.rotary import rotary_frequencies, to_interleaved
+from whorl.nn.rotary import rotary_frequencies, to_interleaved
 
 State = Mapping[str, Tensor]
 Make = Callable[[State], Tensor]

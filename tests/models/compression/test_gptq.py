@@ -18,9 +18,9 @@ from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models import Transformer, load_model, save_model
-from whorl.models.pruning.activation_moments import second_moments
-from whorl.models.quantization.gptq import best_scales, gptq, quantize_model
-from whorl.models.quantization.weights import QuantizationConfig, quantizable_layers
+from whorl.models.compression.activation_moments import second_moments
+from whorl.models.compression.gptq import best_scales, gptq, quantize_model
+from whorl.models.compression.quantize import QuantizationConfig, quantizable_layers
 from whorl.models.transformer_config import AttentionConfig, MLAConfig, MoEConfig
 from whorl.nn.quantized_linear import CODE_MAX, CODE_MIN, QuantizedLinear, compute_scales, dequantize, encode
 
@@ -73,7 +73,7 @@ def gptq_by_definition(weight: Tensor, h: Tensor, scales: Tensor, kind: str, dam
 @pytest.mark.parametrize("block", [5, 128])
 @pytest.mark.parametrize(("kind", "group"), [("int4", None), ("int4", 8), ("int8", None)])
 def test_gptq_matches_definition(kind: str, group: int | None, block: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr("whorl.models.quantization.gptq.BLOCK", block)
+    monkeypatch.setattr("whorl.models.compression.gptq.BLOCK", block)
     weight = torch.randn(6, 24, generator=generator(3))
     h, scales = moments_of(24, 0), compute_scales(weight, kind, group)
     h[3], h[:, 3] = 0.0, 0.0  # an input that is always 0

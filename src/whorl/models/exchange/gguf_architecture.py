@@ -24,7 +24,7 @@ from whorl.models.exchange.convert import FAMILIES, read_config
 from whorl.models.exchange.family import ModelFamily, config_differences, unsupported_by_family
 from whorl.models.exchange.fields import yarn_mscale
 from whorl.models.transformer_config import AttentionConfig, MLAConfig, Rope, TransformerConfig
-from whorl.nn.positions.rotary import RopeScaling
+from whorl.nn.rotary import RopeScaling
 
 # A family's `model_type` -> the architecture, in the order in which they are tried.
 ARCHITECTURES = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel, load_model, make_model, save_model, whorl_decoder
-from whorl.models.pruning.prune import OptimalBrainSurgeon, prune, teacher_log_probs
+from whorl.models.compression.prune import OptimalBrainSurgeon, prune, teacher_log_probs
 from whorl.models.transformer_config import AttentionConfig, MoEConfig, TransformerConfig
 
 SIZE = {"vocab_size": 48, "d_model": 32, "n_layers": 2, "mlp_hidden": 40}

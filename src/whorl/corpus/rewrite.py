@@ -24,14 +24,13 @@ from whorl.corpus.deduplication.lines import LineConfig, repeated_lines
 from whorl.corpus.deduplication.substrings import MAX_BYTES, repeated_spans
 from whorl.corpus.mapreduce import Executor, Input, Output, Stage, Unit, UnitStore
 from whorl.corpus.mapreduce.units import link_or_copy
-from whorl.corpus.rewriting.c4_lines import C4LineConfig
-from whorl.corpus.rewriting.stages import DOCUMENTS, EDITS, FIRST, HASHES
+from whorl.corpus.rewrite_stages import DOCUMENTS, EDITS, FIRST, HASHES, C4LineConfig
 from whorl.errors import DataError
 
 if TYPE_CHECKING:
     from whorl.tracking.progress import Progress
 
-STAGES = "whorl.corpus.rewriting.stages"
+STAGES = "whorl.corpus.rewrite_stages"
 LINES_PER_PARTITION = 1 << 24
 VERSION = 2
 

@@ -1,4 +1,4 @@
-"""Positions that are added to x, and positions as a bias. Rotary positions are in `nn/positions/rotary.py`.
+"""Positions that are added to x, and positions as a bias. Rotary positions are in `nn/rotary.py`.
 
 - `LearnedPositions`: a table with one vector per position (Gehring et al. 2017, arXiv:1705.03122, sec. 3.1; BERT, GPT-2
   and ViT). A position beyond its last row is an error.

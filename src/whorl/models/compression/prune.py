@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError, one_of
+from whorl.models.compression.activation_moments import second_moments
 from whorl.models.language_model import LanguageModel
-from whorl.models.pruning.activation_moments import second_moments
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig
 from whorl.nn.compiler import meta_device

@@ -20,7 +20,7 @@ from whorl.corpus.deduplication import deduplicate_lines, deduplicate_substrings
 from whorl.corpus.deduplication.lines import LineConfig
 from whorl.corpus.mapreduce import LocalPool
 from whorl.corpus.provenance import explain
-from whorl.corpus.rewriting import RewriteConfig, edits_of, rewrite
+from whorl.corpus.rewrite import RewriteConfig, edits_of, rewrite
 from whorl.store import Store
 from whorl.tracking.progress import Progress
 

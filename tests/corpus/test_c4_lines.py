@@ -7,16 +7,16 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tests.corpus.rewriting.test_rewriting import make_documents, run
+from tests.corpus.test_rewriting import make_documents, run
 
 from whorl.corpus.deduplication.lines import LineConfig
 from whorl.corpus.measures import measure_texts
 from whorl.corpus.provenance import explain
-from whorl.corpus.rewriting import RewriteConfig
-from whorl.corpus.rewriting.c4_lines import C4LineConfig, bad_line, without_bad_lines
+from whorl.corpus.rewrite import RewriteConfig
+from whorl.corpus.rewrite_stages import C4LineConfig, bad_line, without_bad_lines
 
 PIECES = (
     "word", "a", "naïve", "日本", "JavaScript", "Use cookies", "privacy policy", "x" * 1001, "[1]", "[citation needed]",
@@ -25,6 +25,7 @@ PIECES = (
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=40).map(lambda parts: " ".join(parts).replace(" .", "."))
 
 
+@settings(deadline=None)  # the first call imports the measures
 @given(TEXTS)
 def test_kept_lines_are_those_that_the_measure_counts(text: str) -> None:
     kept, gone = without_bad_lines(text, C4LineConfig())

@@ -1,1 +1,0 @@
-"""The scheduler: which sequences run in a step, and how many prompt tokens fit in it."""

@@ -1,0 +1,1 @@
+"""Smaller models: pruning of heads and channels, and quantization of weights."""

@@ -1,1 +1,0 @@
-"""Export to GGUF: file, architecture and vocabulary."""

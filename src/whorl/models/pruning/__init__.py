@@ -1,1 +1,0 @@
-"""Structured pruning with least-squares compensation (Optimal Brain Surgeon)."""

@@ -1,1 +1,0 @@
-"""Weight quantization of trained models: round to nearest and GPTQ."""

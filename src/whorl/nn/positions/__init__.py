@@ -1,1 +1,0 @@
-"""Position encodings: rotary, learned, sinusoidal and ALiBi."""
