@@ -49,7 +49,6 @@ VERBS = {
     "bench-serve": "serving",
     "quantize": "models",
     "eval": "models",
-    "eval-scaling": "models",
 }  # verb -> the folder of its module
 GROUPS = {
     "rl": ("jobs", ("train", "environments")),

@@ -111,7 +111,7 @@ def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
     cached = getattr(backend, "n_cached", 0)
     requests = client.n_requests
     kind = task.kind
-    kind.token_texts = getattr(backend, "token_texts", None)
+    kind.token_texts, kind.tokenizer = (getattr(backend, name, None) for name in ("token_texts", "tokenizer"))
     results = kind.score(kind.answer(task.items, client.respond))
     cut = sum(1 for result in results if result.details.get("n_cut"))
     notes = []

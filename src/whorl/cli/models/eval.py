@@ -30,7 +30,10 @@ def eval(
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME|FILE", help="A task: a ready one, or a TOML or YAML file."),
+        typer.Option(
+            metavar="NAME|FILE",
+            help="A task: a ready one, arithmetic-LEVEL, a TOML or YAML file, or a JSONL file of verifiable tasks.",
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -54,8 +57,31 @@ def eval(
             metavar="ARTIFACT", help="Corpus of the suite own; default: that of the model's lineage."
         ),
     ] = "",
+    samples: Annotated[
+        str,
+        typer.Option(
+            metavar="N,N,...", help="Samples per item, and curves of votes and best of N over them."
+        ),
+    ] = "",
+    budgets: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Thinking is cut at, and continued to, so many tokens.")
+    ] = "",
+    reward: Annotated[
+        str, typer.Option(metavar="ARTIFACT", help="A reward model, for best of N of --samples.")
+    ] = "",
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Of answers; default: the task's, and 1 with --samples.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of an answer; default: the task's.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send prompts as messages of a conversation.")] = False,
+    answer_marker: Annotated[str, typer.Option(help="With --budgets: text before an answer.")] = "#### ",
+    continuation_text: Annotated[
+        str, typer.Option(help="With --budgets: text that replaces an early end of thinking.")
+    ] = "Wait, ",
     limit: Annotated[int | None, typer.Option(min=1, help="Items per task, the first ones.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of generated suites.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of generated items and of samples.")] = 0,
     model_name: Annotated[str, typer.Option(help="With a URL: the model that requests state.")] = "",
     tokenizer: Annotated[
         str, typer.Option(metavar="FOLDER", help="With a URL: the model's tokenizer, to score by ids.")
@@ -106,9 +132,12 @@ def eval(
 
         whorl eval quickstart/sft --task arc --data ARC-Challenge-Test.jsonl --against quickstart/pretrain
 
+        whorl eval quickstart/sft --task arithmetic-5 --samples 1,2,4 --budgets 8,16,32
+
         whorl eval http://127.0.0.1:8000/v1 --model-name my-model --task gsm8k --data gsm8k_test.jsonl
     """
     from whorl.cli.models.eval_output import print_list, print_results
+    from whorl.cli.models.eval_samples import SampleSettings, open_reward
     from whorl.cli.models.eval_tasks import (
         check_output,
         evaluate_model,
@@ -147,6 +176,10 @@ def eval(
         if ref and results_folder(ref, store) is None:
             check_model(ref, own)
     cache_path = cache or Store(store).root / "responses.sqlite"
+    sampling = SampleSettings(
+        samples, budgets, temperature, max_tokens, chat, bool(reward), answer_marker, continuation_text, seed
+    )
+    roles = {"reward": open_reward(reward, store)} if reward else {}
     documents = partial(held_out_documents, Store(store), corpus or model)
     tasks: list[EvalTask] = []
     folders, found, labels = [], [], []
@@ -158,11 +191,13 @@ def eval(
             found.append(load_results(folder))
         else:
             if not tasks:
-                tasks = load_tasks(suite, task, data, train, limit=limit, seed=seed, documents=documents)
+                tasks = load_tasks(
+                    suite, task, data, train, limit=limit, seed=seed, documents=documents, sampling=sampling
+                )
             folders.append(out / label if against else out)
             found.append(
                 evaluate_model(ref, own, tasks, cache_path, folders[-1], (judge, judge_options),
-                               contamination=contamination)
+                               roles=roles, contamination=contamination)
             )  # fmt: skip
         if folder is not None and (suite or task):
             print(f"{ref} has earlier results, so --suite and --task do not apply to it", file=sys.stderr)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from whorl.cli.models.eval_samples import SampleSettings, generated_task
 from whorl.errors import ConfigError, DataError, StoreError
 from whorl.evals.contamination import (
     ContaminatedItems,
@@ -14,6 +15,7 @@ from whorl.evals.contamination import (
 )
 from whorl.evals.model.metered_backend import MeteredBackend
 from whorl.evals.model.open_model import ModelOptions, is_url, open_backend
+from whorl.evals.model.requests import ModelBackend
 from whorl.evals.model.response_cache import CachedBackend, ResponseCache
 from whorl.evals.results import TaskResult
 from whorl.evals.results_io import RESULTS_FILE, load_cost, save_results
@@ -27,11 +29,14 @@ from whorl.tracking.progress import Progress
 
 def load_tasks(
     suites: Sequence[str] | None, names: Sequence[str] | None, data: Sequence[str] | None, train: Sequence[str] | None,
-    *, limit: int | None, seed: int, documents: Callable[[], Sequence[tuple[str, str]]],
+    *, limit: int | None, seed: int, documents: Callable[[], Sequence[tuple[str, str]]], sampling: SampleSettings,
 ) -> list[EvalTask]:  # fmt: skip
     """Return the tasks of all options. Raises ConfigError: there are none, or two have one name."""
     sources = TaskSources(_by_task(data), _by_task(train))
-    found = named_tasks(names, sources, limit) if names else []
+    made = {name: generated_task(name, limit=limit, seed=seed, chat=sampling.chat) for name in names or ()}
+    found = [task for task in made.values() if task is not None]
+    named = [name for name, task in made.items() if task is None]
+    found += named_tasks(named, sources, limit) if named else []
     for name in suites or ():
         found += load_suite(name, SuiteInputs(documents, limit, seed), TaskSources() if names else sources)
     if not found:
@@ -42,7 +47,7 @@ def load_tasks(
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise ConfigError(f"two tasks have the name {twice[0]!r}", expected="different names")
-    return found
+    return found if sampling == SampleSettings(seed=seed) else [sampling.apply(task) for task in found]
 
 
 def check_output(out: Path) -> None:
@@ -108,17 +113,20 @@ def evaluate_model(
     out: Path,
     judge: tuple[str, ModelOptions],
     *,
+    roles: Mapping[str, ModelBackend],
     contamination: bool = False,
 ) -> list[TaskResult]:
     """Return the results of one model, and write them after each task.
 
+    roles: back ends of further roles than the judge.
     contamination: search the items in the training tokens of the model's lineage.
     """
     found = _search(ref, options, tasks) if contamination else {}
     with ResponseCache(cache) as responses:
         metered = MeteredBackend(open_backend(ref, options), local=not is_url(ref))
         backend = CachedBackend(metered, responses)
-        roles = {"judge": CachedBackend(open_backend(*judge), responses)} if judge[0] else {}
+        if judge[0]:
+            roles = {**roles, "judge": CachedBackend(open_backend(*judge), responses)}
         done: list[TaskResult] = []
         earlier = load_cost(out, backend.address)  # of a run whose responses are used again
 

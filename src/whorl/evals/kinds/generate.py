@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from whorl.errors import ConfigError, DataError, WhorlError
 from whorl.evals.grading import Grade, get_grader, grade_all
@@ -31,8 +31,17 @@ from whorl.evals.grading.grade import UNANSWERED
 from whorl.evals.grading.programs import ProgramGrader
 from whorl.evals.grading.registry import CUSTOM, takes
 from whorl.evals.kinds.gold import gold_index, one_gold
-from whorl.evals.kinds.kind import Answered, Kind, Metric
-from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request
+from whorl.evals.kinds.kind import Answered, Kind, Metric, Steps
+from whorl.evals.kinds.scaling import (
+    REWARD,
+    SampleOptions,
+    Scaled,
+    best_point,
+    curve_metrics,
+    curve_scores,
+    scaled_steps,
+)
+from whorl.evals.model.requests import Completion, GenerateRequest
 from whorl.evals.results import ItemResult
 from whorl.evals.statistics.pass_at_k import majority_at_k, pass_at_k
 from whorl.evals.statistics.seeds import variance_components
@@ -106,15 +115,7 @@ SCORES: Mapping[str, Mapping[str, Metric]] = {
 }
 
 
-class _SampleOptions(BaseModel):
-    """Settings of all kinds that generate."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    k: tuple[int, ...] = Field(default=(), description="of pass@k; default: 1 and the number of samples")
-
-
-class GenerateOptions(_SampleOptions):
+class GenerateOptions(SampleOptions):
     """Settings of the kind `generate`."""
 
     metric: str = Field(
@@ -156,6 +157,9 @@ class Generate(Kind):
             samples = {f"pass@{k}": Metric(f"at least one of {k} answers is right") for k in self._ks}
             samples["first_answer"] = Metric("the first answer is right")
             samples["majority"] = Metric(f"the most frequent of {n} answers is right")
+        ks = self._ks or (1,)
+        samples |= curve_metrics(self.options, ks)
+        self.roles = (REWARD,) if self.options.reward else ()
         shares = {name: Metric("of the answers", higher_is_better=False) for name in UNANSWERED}
         self.metrics = {**own, **samples, **{name: m for name, m in shares.items() if name not in own}}
         self.default_metrics = (*own, *samples)
@@ -221,7 +225,7 @@ class Generate(Kind):
             found.setdefault("prompt", self.template(item.variables, item.id))
         return found
 
-    def requests(self, item: Any) -> Sequence[Request]:
+    def requests(self, item: Any) -> Sequence[GenerateRequest]:
         """See `Kind`: one for each sample."""
         each, prompt = self.config.generation, self.prompt(item)
         return [
@@ -237,18 +241,25 @@ class Generate(Kind):
             for k in range(each.samples)
         ]
 
+    def steps(self, item: Any) -> Steps:
+        """See `Kind`."""
+        if not self.options.curves:
+            return super().steps(item)
+        return scaled_steps(item, self.requests(item), self.options, self.tokenizer)
+
     def score(self, answered: Sequence[Answered]) -> list[ItemResult]:
         """See `Kind`: all answers are graded together."""
         complete = [each for each in answered if each.missing is None]
         pairs = [(each, r) for each in complete for r in each.responses if isinstance(r, Completion)]
+        pairs += [(each, Completion(f.text)) for each in complete for f in (each.extra or Scaled()).forced]
         graded = iter(self.grade([each.item for each, _ in pairs], [r for _, r in pairs]))
-        found = []
-        for each in answered:
-            if isinstance(each.missing, Missing):
-                found.append(self.missing(each, each.missing.reason))
-            else:
-                found.append(self._item_result(each, [next(graded) for _ in each.responses]))
-        return found
+        own = [[next(graded) for _ in each.responses] for each in complete]
+        forced = [[next(graded) for _ in (each.extra or Scaled()).forced] for each in complete]
+        rows = iter(zip(own, forced, strict=True))
+        return [
+            self.missing(each, each.missing.reason) if each.missing else self._item_result(each, *next(rows))
+            for each in answered
+        ]
 
     def grade(self, items: Sequence[Any], completions: Sequence[Completion]) -> list[Grade]:
         """Return the scores of each completion of the item at the same index."""
@@ -258,7 +269,9 @@ class Generate(Kind):
             grades = grade_all(self.metric_name, golds, completions, options, sandbox)
         return [g if g.scores or g.failed else replace(g, scores={self.primary: g.value}) for g in grades]
 
-    def _item_result(self, answered: Answered, graded: Sequence[Grade]) -> ItemResult:
+    def _item_result(
+        self, answered: Answered, graded: Sequence[Grade], forced: Sequence[Grade]
+    ) -> ItemResult:
         texts = [r.text for r in answered.responses if isinstance(r, Completion)]
         first = graded[0]
         scores = _mean_scores(graded)
@@ -273,6 +286,12 @@ class Generate(Kind):
             votes = [[each.answer for each in graded]]
             rng = np.random.default_rng(0)
             scores["majority"] = float(majority_at_k(right, votes, [len(graded)], rng)[len(graded)][0])
+        if self.options.curves:
+            given = [r for r in answered.responses if isinstance(r, Completion)]
+            right = np.array([each.outcome == "right" for each in graded])
+            fits = [each.outcome == "right" for each in forced]
+            votes = [[each.answer for each in graded]]
+            scores |= curve_scores(self._ks or (1,), given, right, votes[0], answered.extra, fits)
         order = [name for name in self.metrics if name in scores]
         details: dict[str, Any] = {"extracted": [each.answer for each in graded]}
         answer = answered.responses[0]
@@ -291,6 +310,13 @@ class Generate(Kind):
 
     def notes(self, results: Sequence[ItemResult]) -> list[str]:
         """See `Kind`: with several samples, the parts of the uncertainty from items and from samples."""
+        scaled = [r.scores for r in results if "tokens" in r.scores] if self.options.curves else []
+        if scaled:
+            means = {name: sum(each[name] for each in scaled) / len(scaled) for name in scaled[0]}
+            return [best_point(means), *self._spread(results)]
+        return self._spread(results)
+
+    def _spread(self, results: Sequence[ItemResult]) -> list[str]:
         rows = [r.details["samples"] for r in results if np.isfinite(r.details.get("samples", np.nan)).all()]
         if len(rows) < 2 or self.metrics[self.primary].unit != "share":
             return []
@@ -301,7 +327,7 @@ class Generate(Kind):
         ]
 
 
-class ProgramOptions(_SampleOptions):
+class ProgramOptions(SampleOptions):
     """Settings of the kind `program`."""
 
     seconds: float = Field(default=5.0, gt=0, description="time of one program with its tests")
@@ -325,7 +351,7 @@ class ProgramTests(Generate):
 class Constraints(Generate):
     """The kind `constraints`: the gold answer is the list of constraints, or a record of IFEval."""
 
-    Options, fixed_metric = _SampleOptions, "constraints"
+    Options, fixed_metric = SampleOptions, "constraints"
 
 
 def shown_gold(gold: Any) -> str:

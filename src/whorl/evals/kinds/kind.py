@@ -110,11 +110,12 @@ class Kind:
     Options: ClassVar[type[BaseModel]] = NoOptions
     metrics: Mapping[str, Metric] = {}
     default_metrics: Sequence[str] = ()
-    roles: ClassVar[Sequence[str]] = ()
+    roles: Sequence[str] = ()
 
     def __init__(self, task: EvalTask) -> None:
         self.task, self.config = task, task.config
         self.token_texts: TokenTexts | None = None  # of the model's ids, for a reader
+        self.tokenizer: Any = None  # of a local model
         try:
             self.options: Any = self.Options.model_validate(self.config.options)
         except ValidationError as error:

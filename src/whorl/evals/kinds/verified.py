@@ -11,7 +11,7 @@ model of text writes on after it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,12 +21,16 @@ from pydantic import Field
 from whorl.errors import DataError, WhorlError
 from whorl.evals.code.parse_rate import END_OF_DOCUMENT, trim_to_function
 from whorl.evals.grading import Grade, VerifiableTask, grade_tasks, needs_sandbox, parse_graders
-from whorl.evals.kinds.generate import Generate, _SampleOptions
-from whorl.evals.model.requests import Completion
+from whorl.evals.grading.grade import UNANSWERED
+from whorl.evals.kinds.generate import Generate
+from whorl.evals.kinds.scaling import SampleOptions
+from whorl.evals.model.requests import Completion, Message
+from whorl.evals.tasks import EvalTask, make_task
+from whorl.evals.tasks.config import parse_task
 from whorl.sandbox import Sandbox
 
 
-class VerifyOptions(_SampleOptions):
+class VerifyOptions(SampleOptions):
     """Settings of the kind `verify`."""
 
     verifier: str = Field(default="{{ verifier }}", description="template of the verifier's name")
@@ -63,12 +67,17 @@ class Verified(Generate):
                 f"task {self.config.name}, item {item.id!r}: {error.what}", expected=error.expected, do=error.do
             ) from error  # fmt: skip
 
+    def prompt(self, item: Any) -> str | tuple[Message, ...]:
+        """See `Kind`: the messages of a record that has some."""
+        messages: Sequence[Message] = item.fields.get("messages") or ()
+        return tuple(messages) or super().prompt(item)
+
     def _task_of(self, item: Any) -> VerifiableTask:
         prompt: str = self.template(item.variables, item.id)
         answer = "" if item.gold is None else str(item.gold)
         verifier: str = self._verifier(item.variables, item.id)
-        if self.config.chat:
-            messages = ({"role": "user", "content": prompt},)
+        if self.config.chat or not prompt:
+            messages = item.fields.get("messages") or ({"role": "user", "content": prompt},)
             return VerifiableTask(item.id, messages=messages, verifier=verifier, answer=answer)
         return VerifiableTask(item.id, prompt, verifier=verifier, answer=answer)
 
@@ -78,7 +87,10 @@ class Verified(Generate):
         texts = [self._trimmed(t, c) for t, c in zip(tasks, completions, strict=True)]
         with Sandbox() if needs_sandbox(tasks) else nullcontext() as sandbox:
             grades = grade_tasks(tasks, texts, sandbox)
-        return [_scored(g, t, c) for g, t, c in zip(grades, texts, completions, strict=True)]
+        votes = texts
+        if self.config.generation.samples > 1:
+            votes = [vote_key(grade, text) for grade, text in zip(grades, texts, strict=True)]
+        return [_scored(g, t, c) for g, t, c in zip(grades, votes, completions, strict=True)]
 
     def _trimmed(self, task: VerifiableTask, completion: Completion) -> str:
         if not self.options.trim:
@@ -96,3 +108,32 @@ def _scored(grade: Grade, text: str, completion: Completion) -> Grade:
     return replace(
         grade, scores=scores, answer=text, weights={}, outcome="truncated" if cut else grade.outcome
     )
+
+
+def vote_key(grade: Grade, text: str) -> str:
+    """Return the answer of a sample in a form where equal answers are equal strings; empty without an answer."""
+    return "" if grade.outcome in UNANSWERED else grade.answer or text.strip()
+
+
+def verifiable_task(name: str, tasks: Sequence[VerifiableTask], generation: Mapping[str, Any]) -> EvalTask:
+    """Return the task of the kind `verify` with the prompts and verifiers of `tasks`.
+
+    Raises:
+        DataError: a task has tools, which a conversation of one message cannot offer.
+    """
+    records = []
+    for task in tasks:
+        if task.tools or task.chat_template_kwargs:
+            raise DataError(f"task {task.id!r} has tools", expected="a prompt or messages alone")
+        messages = [dict(message) for message in task.messages]
+        records.append(
+            {"id": task.id, "prompt": task.prompt, "messages": messages, "verifier": task.verifier, "answer": task.answer}
+        )  # fmt: skip
+    config = {
+        "name": name,
+        "kind": "verify",
+        "template": "{{ prompt }}",
+        "gold": "answer",
+        "generation": generation,
+    }
+    return make_task(parse_task(config, name), records)

@@ -152,6 +152,8 @@ class EndpointBackend:
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def _generate(self, request: GenerateRequest) -> Response:
+        if request.answer_ids:
+            return Missing("an endpoint does not continue the beginning of an answer; evaluate a local model")
         plain = isinstance(request.prompt, str)
         prompt = [dict(m) for m in request.prompt if not isinstance(m, str)] if not plain else request.prompt
         body = self._body(

@@ -94,6 +94,7 @@ class EngineBackend:
         max_length: int | None = None,
     ) -> None:
         self.name, self.address, self.engine, self.encoder, self.chat = name, address, engine, encoder, chat
+        self.tokenizer = encoder.tokenizer
         self.max_length: int | None = min(max_length or engine.max_positions, engine.max_positions)
         self._n_requests = 0
 
@@ -255,6 +256,7 @@ class EngineBackend:
         else:
             ids = self.chat.encode_prompt(request.prompt)
             stop, stop_ids = (*stop, *self.chat.stop), self.chat.stop_ids
+        ids = [*ids, *request.answer_ids]
         room = max(self._length - len(ids), self._length // 2, 1)
         max_tokens = min(request.max_tokens, room)
         kept = ids[-(self._length - max_tokens) :]

@@ -40,6 +40,7 @@ class MeteredBackend:
     def __init__(self, backend: ModelBackend, *, local: bool = True, powercap: Path = POWERCAP) -> None:
         self.backend, self.local = backend, local
         self.name, self.address, self.max_length = backend.name, backend.address, backend.max_length
+        self.tokenizer = getattr(backend, "tokenizer", None)
         self.seconds, self.n_tokens, self.joules = 0.0, 0, 0.0
         self._counters: list[EnergyCounter] = []
         self.no_energy = "the model runs elsewhere"  # why there is no figure; "" if there is one

@@ -49,6 +49,7 @@ class GenerateRequest:
 
     prompt: a text to continue, or messages to answer. temperature: 0 is greedy. heal: the last token of a text may be a
     part of a longer one (`tokens/healing.py`); for texts cut inside a line. An endpoint may not do so.
+    answer_ids: the beginning of the answer, which a local model continues.
     """
 
     prompt: str | tuple[Message, ...]
@@ -58,6 +59,7 @@ class GenerateRequest:
     top_p: float = 1.0
     seed: int = 0
     heal: bool = False
+    answer_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,10 @@ CREATE TABLE IF NOT EXISTS responses (
 
 def request_key(address: str, request: Request) -> bytes:
     """Return the key of a request to the model at `address`."""
-    content = [VERSION, address, type(request).__name__, asdict(request)]
+    fields = asdict(request)
+    if not fields.get("answer_ids", True):  # no part of the key of earlier versions
+        del fields["answer_ids"]
+    content = [VERSION, address, type(request).__name__, fields]
     return hashlib.sha256(canonical_json(content)).digest()
 
 
@@ -133,6 +136,7 @@ class CachedBackend:
     def __init__(self, backend: ModelBackend, cache: ResponseCache) -> None:
         self.backend, self.cache = backend, cache
         self.name, self.address, self.max_length = backend.name, backend.address, backend.max_length
+        self.tokenizer = getattr(backend, "tokenizer", None)
         self.n_sent = self.n_cached = 0
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:

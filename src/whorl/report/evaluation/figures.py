@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from whorl.report.charts import Series, line_chart, ticks
-from whorl.report.evaluation.folders import EvaluatedModel
+from whorl.report.evaluation.folders import EvaluatedModel, PageMeasure
 from whorl.report.format import format_duration, format_number, format_si
 
 Point = tuple[float, float]  # cost (lower is better), quality (higher is better)
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 300, 56, 20, 18, 40
+_COLORS = 7  # classes c0 to c6 of the style sheet
 _STYLES = ("main", "second", "faint")
 
 COSTS = {  # field of PageCost -> (title, name of the axis, sign that makes lower better)
@@ -110,6 +112,40 @@ def cost_charts(task: str, models: Sequence[EvaluatedModel]) -> Iterator[tuple[s
                 f" At the same {name}, {', '.join(others)} costs more than one of these or a mixture of two."
             )
         yield title, note, _scatter(points, hull, (sign, better), axis, f"{task}, {name}")
+
+
+def scaling_charts(task: str, models: Sequence[EvaluatedModel]) -> Iterator[tuple[str, str, str]]:
+    """Yield (title, note, markup) of the accuracy over sampled tokens, of each model with curves (`kinds/scaling.py`).
+
+    Longer thinking and more samples share one axis: the tokens sampled for one answer.
+    """
+    for model in models:
+        found = {m.metric: m for m in model.tasks[task].measures} if task in model.tasks else {}
+        each = found["tokens"].value if "tokens" in found else None
+        curves: dict[str, list[tuple[float, PageMeasure]]] = {}
+        for name, measure in found.items():
+            curve, _, k = name.partition("@")
+            own = found.get(f"{name} tokens")
+            tokens = own.value if own is not None else each and each * int(k or 0) if k.isdigit() else None
+            if k.isdigit() and tokens is not None and measure.value is not None:
+                curves.setdefault(curve, []).append((math.log2(max(1.0, tokens)), measure))
+        if not curves:
+            continue
+        series, keys = [], ""
+        for number, (curve, points) in enumerate(curves.items()):
+            points.sort(key=lambda point: point[0])
+            x, color = [point[0] for point in points], number % _COLORS
+            for bound in ("low", "high"):
+                y = [m.value if (end := getattr(m, bound)) is None else end for _, m in points]
+                series.append(Series("", x, [v or 0.0 for v in y], f"b{color}", has_tooltip=False))
+            series.append(Series(curve, x, [m.value or 0.0 for _, m in points], f"c{color}", dots=True))
+            keys += f'<span class="key c{color}">{escape(curve)}</span> '
+        chart = line_chart(
+            series, label=f"Accuracy of {task} against tokens sampled per answer, one curve per method",
+            x_label="log2 of tokens per answer", height=380, y_range=(0.0, 1.0), y_format=lambda y: f"{y:.1%}",
+        )  # fmt: skip
+        note = f"{model.label}. x: tokens sampled per answer, log2 (8 is 256 tokens). Dashed: 95 % intervals over items."
+        yield "Accuracy over sampled tokens", note, f"{chart}<p>{keys}</p>"
 
 
 def format_cost(field: str, value: float | None) -> str:

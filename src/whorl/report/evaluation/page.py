@@ -14,7 +14,7 @@ from typing import Any
 
 from whorl.errors import ConfigError
 from whorl.report.evaluation.embed import CHUNK_ITEMS, Record, pack, task_blocks
-from whorl.report.evaluation.figures import COSTS, cost_charts, format_cost, reliability_chart
+from whorl.report.evaluation.figures import COSTS, cost_charts, format_cost, reliability_chart, scaling_charts
 from whorl.report.evaluation.folders import OUTCOMES, EvaluatedModel, PageMeasure, read_evaluations
 from whorl.report.format import NBSP, format_number
 from whorl.report.render import write_html
@@ -68,6 +68,7 @@ def _figures(
     if chart := reliability_chart(task, items):
         note = "Share of right answers over the confidence of the choice, in ten bins; on the diagonal both agree."
         yield "Reliability", note, chart
+    yield from scaling_charts(task, models)
     yield from cost_charts(task, models)
 
 

@@ -1,0 +1,152 @@
+"""Options of `whorl eval` that sample each item several times, and tasks that need no task file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from whorl.align.data.arithmetic import Arithmetic
+from whorl.align.preference.reward_model import load_reward_model
+from whorl.align.stage.io import load_example_tokenizer
+from whorl.data.quarantine import Quarantine
+from whorl.errors import ConfigError
+from whorl.evals.grading import read_tasks
+from whorl.evals.kinds.verified import verifiable_task
+from whorl.evals.model.example import concat
+from whorl.evals.model.requests import GenerateRequest, Request, Response, Score
+from whorl.evals.tasks import EvalTask
+from whorl.evals.tasks.config import GenerationConfig
+from whorl.evals.tasks.task import task_hash
+from whorl.machine.device_probe import probe
+from whorl.store import Store, user_path
+
+N_PROBLEMS = 100
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """Options that replace settings of a task; None or empty keeps them.
+
+    samples: "1,2,4", or the largest of powers of two. budgets: "8,16" tokens of thinking. reward: a reward model is given.
+    """
+
+    samples: str = ""
+    budgets: str = ""
+    temperature: float | None = None
+    max_tokens: int | None = None
+    chat: bool = False
+    reward: bool = False
+    marker: str = "#### "
+    continuation: str = "Wait, "
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.reward and not (self.samples or self.budgets):
+            raise ConfigError(
+                "--reward chooses among samples", expected="--samples", do="give --samples 1,2,4"
+            )
+
+    def apply(self, task: EvalTask) -> EvalTask:
+        """Return the task with these settings, and another hash. Raises ConfigError: its kind has no samples."""
+        generation = task.config.generation.model_dump()
+        generation |= {k: v for k in ("temperature", "max_tokens") if (v := getattr(self, k)) is not None}
+        options = dict(task.config.options)
+        if self.samples or self.budgets:
+            ks = _numbers("--samples", self.samples) or (1,)
+            if len(ks) == 1:
+                ks = (*(1 << i for i in range(ks[0].bit_length()) if 1 << i < ks[0]), ks[0])
+            generation |= {"samples": ks[-1], "seed": self.seed}
+            if self.temperature is None and not generation["temperature"]:
+                generation["temperature"] = 1.0
+            options |= {
+                "curves": True,
+                "k": ks,
+                "budgets": _numbers("--budgets", self.budgets),
+                "reward": self.reward,
+            }
+            options |= {"answer_marker": self.marker, "continuation_text": self.continuation}
+        changes: dict[str, Any] = {"options": options, "chat": self.chat or task.config.chat}
+        try:
+            changes["generation"] = GenerationConfig.model_validate(generation)
+        except ValidationError as error:
+            raise ConfigError(f"a wrong setting of samples: {error.errors()[0]['msg']}") from error
+        if max(options.get("budgets") or (0,)) > generation["max_tokens"]:
+            raise ConfigError(
+                f"--budgets is {self.budgets!r}", expected=f"0 to max_tokens = {generation['max_tokens']} tokens",
+                do="lower the budgets, or raise --max-tokens",
+            )  # fmt: skip
+        made = EvalTask(task.config.model_copy(update=changes), task.items, task.examples)
+        made.hash = task_hash(made)
+        return made
+
+
+def generated_task(name: str, *, limit: int | None, seed: int, chat: bool) -> EvalTask | None:
+    """Return the task of `arithmetic`, `arithmetic-LEVEL` or a JSONL file of verifiable tasks; None for other names."""
+    generation = {"max_tokens": 128}
+    base, _, level = name.partition("-")
+    if base == "arithmetic" and (not level or level.isdigit()):
+        source = Arithmetic(seed=seed, weights={int(level or 1): 1.0})
+        problems = source.distinct(N_PROBLEMS if limit is None else limit)
+        return verifiable_task(name, [source.task(problem, chat=chat) for problem in problems], generation)
+    if Path(name).suffix != ".jsonl":
+        return None
+    path, quarantine = user_path(name), Quarantine()
+    if not path.is_file():
+        raise ConfigError(
+            f"--task {name}: there is no {path}", expected="a file of tasks", do="check the path"
+        )
+    tasks = [task for task, _ in zip(read_tasks(path, quarantine), range(limit or sys.maxsize), strict=False)]
+    for record in quarantine:
+        print(f"skipped: {record}", file=sys.stderr)
+    return verifiable_task(path.stem, tasks, generation)
+
+
+class RewardBackend:
+    """A `ModelBackend` of the role "reward": a request with `answer_ids` gets a `Score` whose total is the reward."""
+
+    max_length: int | None = None
+
+    def __init__(self, name: str, address: str, folder: Path, device: str) -> None:
+        self.name, self.address = name, address
+        self.model, _ = load_reward_model(folder, device=device)
+        self.example_tokenizer = load_example_tokenizer(folder)
+
+    def respond(self, requests: Sequence[Request], on_response: Callable[[int, Response], None]) -> None:
+        """See `ModelBackend`. Raises ConfigError: an answer has ids that the reward model has not."""
+        asked = [request for request in requests if isinstance(request, GenerateRequest)]
+        examples = [concat(self.example_tokenizer.prompt(r.prompt), r.answer_ids) for r in asked]
+        rows = self.model.model.config.vocab_size
+        if any(int(each.ids.max()) >= rows for each in examples):
+            raise ConfigError(
+                f"the reward model {self.name} has {rows:,} ids, and an answer has a larger one",
+                expected="a reward model of the same tokenizer",
+            )
+        for n, reward in enumerate(self.model.score_examples(examples).tolist()):
+            on_response(n, Score((), (reward,), greedy=False))
+
+
+def open_reward(ref: str, store: str | None) -> RewardBackend:
+    """Return the reward model of an artifact. Raises ConfigError: it is another kind of artifact."""
+    found = Store(store).open(ref)
+    if found.kind != "reward_model":
+        raise ConfigError(
+            f"--reward {found.name} is of the kind {found.kind}", expected="a reward_model",
+            do="list the artifacts with `whorl ls`",
+        )  # fmt: skip
+    found.check()
+    return RewardBackend(found.name, found.address, found.path, probe().device)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+    except ValueError:
+        found = (-1,)
+    if any(each < (option == "--samples") for each in found):
+        raise ConfigError(f"{option} is {text!r}", expected="comma-separated numbers: 1,2,4")
+    return found

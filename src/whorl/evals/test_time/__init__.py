@@ -1,1 +1,0 @@
-"""Test-time scaling: accuracy against sampled tokens."""
