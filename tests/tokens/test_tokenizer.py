@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import unicodedata
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,10 @@ def saved(tokenizer: Tokenizer, folder: Path) -> Any:
     return Core.from_file(str(tokenizer.save(folder)))
 
 
+def streamed(chunks: list[str] | list[bytes], special: bool = False) -> list[int]:
+    return [i for ids in T.encode_stream(chunks, allow_special=special) for i in ids.tolist()]
+
+
 @pytest.fixture(scope="module")
 def hf_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return saved(T, tmp_path_factory.mktemp("saved"))
@@ -88,6 +94,42 @@ def test_encode_decodes_exactly_without_special_ids(text: str | bytes) -> None:
     ids = T.encode(text)
     assert T.decode(ids) == (text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
     assert not len(ids) or int(ids.max()) < T.n_ordinary
+
+
+@settings(max_examples=700, deadline=None)
+@given(texts, st.lists(st.integers(0, 10**6), max_size=6), st.booleans(), st.booleans())
+def test_encode_stream_matches_encode_for_any_cut(
+    text: str, cuts: list[int], as_bytes: bool, special: bool
+) -> None:
+    whole: Any = text.encode("utf-8", "surrogatepass") if as_bytes else text
+    edges = [0, *sorted(c % (len(whole) + 1) for c in cuts), len(whole)]
+    want = T.encode(whole, allow_special=special).tolist()
+    assert streamed([whole[a:b] for a, b in itertools.pairwise(edges)], special) == want
+    assert streamed([whole[i : i + 3] for i in range(0, len(whole), 3)], special) == want
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(invalid | st.binary(max_size=30), max_size=20), st.integers(1, 5), st.booleans())
+def test_encode_stream_matches_encode_for_any_bytes(chunks: list[bytes], step: int, special: bool) -> None:
+    data = b"".join(chunks)
+    want = T.encode(data, allow_special=special).tolist()
+    assert streamed(chunks, special) == want
+    assert streamed([data[i : i + step] for i in range(0, len(data), step)], special) == want
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("text", "most"), [("some words here ", 4), ("a1+/" * 1024, 2)])
+def test_encode_stream_yields_early(text: str, most: int, special: bool) -> None:
+    taken = 0
+
+    def chunks() -> Iterator[str]:
+        nonlocal taken
+        for _ in range(1000):
+            taken += 1
+            yield text
+
+    next(T.encode_stream(chunks(), allow_special=special))
+    assert taken <= most
 
 
 @pytest.mark.parametrize(
@@ -135,14 +177,19 @@ def test_healed_prompt_ids_are_stable(prompt: str, rest: str) -> None:
         assert T.encode(prompt + rest).tolist()[: len(prompt_ids)] == prompt_ids
 
 
-GPT2 = Tokenizer.train([CODE * 20], 420, special_tokens=["<|c d|>"], pattern="gpt2")
+NAMED = {
+    name: Tokenizer.train([CODE * 20], 420, special_tokens=["<|c d|>"], pattern=name)
+    for name in pretokens.PATTERNS
+    if name != "whorl"
+}
+GPT2 = NAMED["gpt2"]
 
 
 @settings(max_examples=200, deadline=None)
-@given(texts, st.booleans())
-@example("it's I'LL  x\u00a0 y  \n  z ½１２３", True)
-def test_gpt2_pattern_matches_hugging_face(text: str, special: bool) -> None:
-    """Pre-tokens and ids are those of the ByteLevel pre-tokenizer of `tokenizers`; prompts agree.
+@given(texts, st.lists(st.integers(0, 10**6), max_size=4), st.booleans())
+@example("it's I'LL  x\u00a0 y  \n  z ½１２３", [2], True)
+def test_gpt2_pattern_matches_hugging_face(text: str, cuts: list[int], special: bool) -> None:
+    """Pre-tokens and ids are those of the ByteLevel pre-tokenizer of `tokenizers`; streams and prompts agree.
 
     Characters that Python's Unicode does not know are left out: the two libraries have different versions of it.
     """
@@ -155,8 +202,38 @@ def test_gpt2_pattern_matches_hugging_face(text: str, special: bool) -> None:
     assert GPT2.decode(ids) == text.encode()
     if not special:
         assert ids == [i for piece in want for i in GPT2.encode(piece).tolist()]
+    edges = [0, *sorted(c % (len(text) + 1) for c in cuts), len(text)]
+    chunks = [text[a:b] for a, b in itertools.pairwise(edges)]
+    assert [i for part in GPT2.encode_stream(chunks, allow_special=special) for i in part.tolist()] == ids
     healed = heal(GPT2, text)
     assert GPT2.decode(healed.ids[1:]) + healed.forced_prefix == text.encode()
+
+
+@settings(max_examples=250, deadline=None)
+@given(texts, st.lists(st.integers(0, 10**6), max_size=4), st.booleans(), st.sampled_from(sorted(NAMED)))
+@example("IT'Ll x\u00a0 y  \n  z 日本。『x』 \x1c \x1f a/\n/ あAあAAAAb 't", [], True, "o200k")
+def test_named_patterns_stream_the_ids_of_the_whole(
+    text: str, cuts: list[int], special: bool, name: str
+) -> None:
+    tokenizer = NAMED[name]
+    whole = text.encode("utf-8", "surrogatepass")
+    ids = tokenizer.encode(whole, allow_special=special).tolist()
+    edges = [0, *sorted(c % (len(whole) + 1) for c in cuts), len(whole)]
+    for chunks in (
+        [whole[a:b] for a, b in itertools.pairwise(edges)],
+        [whole[i : i + 1] for i in range(len(whole))],
+    ):
+        stream = tokenizer.encode_stream(chunks, allow_special=special)
+        assert [i for part in stream for i in part.tolist()] == ids
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+@pytest.mark.parametrize("text", ["some words here ", "一二三。四五六，", "++ -- ** ", "a=b;c1|"])
+def test_named_patterns_stream_in_bounded_memory(text: str, name: str) -> None:
+    """No part is longer than two chunks, so no more is held."""
+    chunk = text * 32
+    parts = list(NAMED[name].encode_stream([chunk] * 50))
+    assert max(len(NAMED[name].decode(part)) for part in parts) <= 2 * len(chunk.encode())
 
 
 def test_named_patterns_are_those_of_the_gguf_export() -> None:
@@ -168,7 +245,7 @@ def test_pattern_at_its_limit_is_an_error_of_the_text() -> None:
         GPT2.encode(" " * 2_000_000 + "b")
 
 
-@pytest.mark.parametrize("pattern", [*pretokens.PATTERNS, r"\p{L}+|[\s\S]"])
+@pytest.mark.parametrize("pattern", ["whorl", "gpt2", "o200k", r"\p{L}+|[\s\S]"])
 def test_pattern_is_saved_and_loaded(pattern: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.train([CODE * 20], 420, pattern=pattern)
     core = saved(tokenizer, tmp_path)

@@ -12,11 +12,13 @@ indentation included. So " = ", or "):" with the next line's indentation, can be
 
 An n-gram model on top gains 1 to 3 % in bits per byte as well.
 
-Subtle: the pattern reads at most one character past the end of a match, and never back. Hence it needs no lookaround, and
-every engine runs it as a plain automaton. Bytes that are not UTF-8 form separate pieces (`split_invalid_utf8`), so any bytes
-are learned from, encoded and decoded exactly.
+Subtle: the pattern reads at most one character past the end of a match, and never back. Hence (1) it needs no lookaround,
+and every engine runs it as a plain automaton, and (2) a piece that ends before the end of the text so far is final. Streams
+rely on that, and on `SAFE_BORDER`: between a letter or digit and a space or line break there is always a border. Bytes that
+are not UTF-8 form separate pieces (`split_invalid_utf8`), so any bytes are learned from, encoded and decoded exactly.
 ASCII text uses `re`, which gives the same pieces as `regex` in half the time. A tokenizer may have another pattern; then
-`regex` splits all text.
+`regex` splits all text. The named ones look ahead, past runs of blanks, so (2) does not hold for them; they stream by their
+own safe borders, `NAMED_BORDER`.
 """
 
 from __future__ import annotations
@@ -53,6 +55,17 @@ PATTERNS = {
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?"
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}",
 }
+
+# Between a letter or digit and a blank there is a border in any text, for any surroundings.
+SAFE_BORDER = regex.compile(r"(?r)(?<=[A-Za-z0-9])[ \t\r\n]")
+# The same for the other named patterns. In their pieces, neither a blank nor a sign except "'" follows a letter or digit.
+# Before a space or tab there are blanks only. The lookahead is at the end of a run of blanks, which no such border follows.
+# Only characters that every version of Unicode puts into these classes are listed.
+NAMED_BORDER = regex.compile(
+    r"(?r)(?<=[A-Za-z0-9\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])"
+    r"[\t-\r !-&(-/:-@\[-`{-~\u3000-\u3002\uff01\uff0c\uff1f]|(?<=\S)[ \t\u3000]"
+)
+BORDERS = {pattern: SAFE_BORDER if pattern == PATTERN else NAMED_BORDER for pattern in PATTERNS.values()}
 
 _unicode_pattern = regex.compile(PATTERN)
 _ascii_pattern = re.compile(

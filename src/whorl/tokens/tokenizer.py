@@ -10,11 +10,16 @@ Subtle:
   bytes; decoding returns bytes, never replacement characters.
 - *The standard file.* Hugging Face merges by a list of pairs, tiktoken by the rank of the result. So the file lists, for
   each token by rank, every pair that spells it. `ignore_merges` takes a pre-token that is a token whole, as tiktoken does.
+- *Streams.* A pre-token that ends before the end of the text so far is final (see `pretokens`), so a stream is encoded up to
+  such a position and gives the ids of the whole. Memory is bounded by the chunk and the longest pre-token; time is linear.
+  Named patterns (GPT-2's, cl100k, Qwen2's, o200k) are cut at safe borders; memory is bounded by the chunk and the longest
+  text without one. With any other pattern, a stream is held until a special token or its end.
 - *pad is not eos*: a model must learn to end, and must never learn from padding.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +81,7 @@ class Tokenizer:
         self.bos_id, self.eos_id, self.pad_id = (self.special_token_ids[s] for s in (BOS, EOS, PAD))
         self.dtype: Any = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         self._special_pattern = pretokens.special_token_pattern(self.special_tokens)
+        self._longest_special = max(map(len, self.special_tokens))
         # The core receives the special tokens although they are encoded here: without any, it searches for the empty
         # string at every character, which halves its speed.
         try:
@@ -177,6 +183,28 @@ class Tokenizer:
         with ThreadPoolExecutor(threads) as pool:
             return list(pool.map(self.encode, data))
 
+    def encode_stream(self, chunks: Iterable[str | bytes], *, allow_special: bool = False) -> Iterator[Ids]:
+        """Encode a text that arrives in chunks, cut anywhere.
+
+        Yields arrays whose concatenation is `encode` of the chunks' concatenation.
+        """
+        parts: list[str] = []
+        size = enough = 0
+        for text in _decode_surrogateescape(chunks):
+            parts.append(text)
+            size += len(text)
+            if size < enough:
+                continue
+            pending = "".join(parts)
+            cut = self._stable_length(pending, allow_special)
+            if cut:
+                yield self._encode_escaped(pending[:cut], allow_special)
+            parts, size = [pending[cut:]], len(pending) - cut
+            # Inside a long pre-token: try again when twice as much has arrived.
+            enough = 0 if cut else 2 * size
+        if size:
+            yield self._encode_escaped("".join(parts), allow_special)
+
     def decode(self, ids: Iterable[int] | Ids, *, skip_special_tokens: bool = False) -> bytes:
         """Return the bytes of `ids`; special tokens as their text, or without them.
 
@@ -253,6 +281,41 @@ class Tokenizer:
         if start < len(text):
             yield self._encode_text(text[start:])
 
+    def _encode_escaped(self, text: str, allow_special: bool) -> Ids:
+        """Encode text in which invalid bytes are lone surrogates (Python's "surrogateescape")."""
+        data = text if text.isascii() else text.encode("utf-8", "surrogateescape")
+        return self.encode(data, allow_special=allow_special)
+
+    def _stable_length(self, text: str, allow_special: bool) -> int:
+        """Length of the prefix of a stream's text that is split into the same pieces for any continuation."""
+        start, limit = 0, len(text)
+        if allow_special:
+            # A special token that starts before `limit` is complete here; one that starts later may become another.
+            assert self._special_pattern is not None
+            limit = max(0, limit - self._longest_special + 1)
+            for match in self._special_pattern.finditer(text):
+                if match.start() >= limit:
+                    break
+                start = match.end()
+        borders = pretokens.BORDERS.get(self.pattern)
+        if start >= limit or borders is None:
+            return start
+        if border := borders.search(text, start, limit):
+            return int(border.start())
+        if self.pattern != pretokens.PATTERN:
+            return start
+        # No safe border: split the text as encoding does, from the last run of invalid bytes.
+        for run in pretokens.INVALID_RUN.finditer(text, start):
+            if run.end() == len(text):  # the run may continue
+                return run.start()
+            start = run.end()
+        end = start
+        for piece in pretokens.split_pretokens(text[start:]):
+            if end + len(piece) > limit or end + len(piece) == len(text):
+                break
+            end += len(piece)
+        return end
+
     def _to_hf_json(self) -> dict[str, Any]:
         """Return the content of a Hugging Face `tokenizer.json`."""
         ordinary = self.token_bytes[: self.n_ordinary]
@@ -325,3 +388,12 @@ def join_tokens(ids: Iterable[int] | Ids, token_bytes: Sequence[bytes]) -> bytes
 def fit_rows(token_bytes: Sequence[bytes], n_rows: int) -> list[bytes]:
     """Return the bytes of exactly `n_rows` ids: cut, or continued with b""."""
     return [*token_bytes[:n_rows], *[b""] * (n_rows - len(token_bytes))]
+
+
+def _decode_surrogateescape(chunks: Iterable[str | bytes]) -> Iterator[str]:
+    """Decode chunks to text in which invalid bytes are lone surrogates; joins characters that chunks cut."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    for chunk in chunks:
+        data = chunk.encode("utf-8", "surrogatepass") if isinstance(chunk, str) else chunk
+        yield decoder.decode(data)
+    yield decoder.decode(b"", final=True)
