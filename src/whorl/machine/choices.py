@@ -2,7 +2,8 @@
 
 A step takes its dtype, its number of threads, and its native or torch path from measurements, which differ when other
 processes run. All of them decide bits. Within `recorded_choices` each choice is made once and kept as a file in the step's
-scratch folder. A continued step and all of its child processes, which inherit the environment, read it there.
+scratch folder. A continued step and all of its child processes, which inherit the environment, read it there. Training
+without a step (`pretrain`, `whorl.train`) keeps them with its checkpoints.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ VARIABLE = "WHORL_CHOICES"  # the folder, in the environment of this process and
 
 @contextmanager
 def recorded_choices(folder: Path) -> Iterator[None]:
-    """Within the context, `choose_once` keeps its values in `folder`."""
-    before = os.environ.get(VARIABLE)
+    """Within the context, `choose_once` keeps its values in `folder`, or in that of an outer context."""
+    if os.environ.get(VARIABLE):
+        yield
+        return
     os.environ[VARIABLE] = str(folder)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
+        del os.environ[VARIABLE]
 
 
 def choose_once(name: str, choose: Callable[[], Any]) -> Any:

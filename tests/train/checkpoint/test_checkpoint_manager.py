@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import time
@@ -18,6 +19,9 @@ from tests.support.train.checkpoint_states import same, state
 from tests.support.train.pretraining import train, train_notes
 from tests.support.train.tiny import job
 
+from whorl.machine import kernel_choice
+from whorl.machine.choices import VARIABLE
+from whorl.machine.kernel_choice import fastest
 from whorl.train.checkpoint import writer
 from whorl.train.checkpoint.format import NewerFormatError, load_latest
 from whorl.train.checkpoint.manager import CheckpointManager
@@ -28,6 +32,7 @@ from whorl.train.config import CheckpointConfig
 from whorl.train.learner.ema import allocate_ema
 from whorl.train.lm.build import allocate_shared, build_model
 from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
+from whorl.train.task import TrainCallback
 
 
 @pytest.mark.parametrize("thread", [False, True])
@@ -225,6 +230,25 @@ def test_remote_unreachable_does_not_stop_training(tokens: Path, tmp_path: Path,
     assert notes.checkpoints == list(range(1, 13)) and stats.written == 12
     assert stats.remote_failed and stats.remote_error
     assert stats.summary() and "failed" in stats.summary()
+
+
+def test_resume_keeps_the_kernels_of_the_start(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Timing on a busy machine may choose otherwise after a kill, and other kernels have other last bits."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    found, options = list[str](), {"slow": lambda: time.sleep(0.002), "quick": lambda: None}
+
+    class Choose(TrainCallback):
+        def on_step(self, step: int, metrics: dict[str, float]) -> None:
+            found.append(fastest("resumed 1x1", options))
+
+    for stop in (3, 6):
+        train(job(tokens), tmp_path / "run", Choose(), stop_after=stop, checkpoint_seconds=0.0)
+        options["slow"], options["quick"] = options["quick"], options["slow"]
+        kernel_choice._chosen.clear()  # as in a new process
+        monkeypatch.setattr(kernel_choice, "_read", lambda path: {})  # and as if the choice had expired
+    assert set(found) == {"quick"} and len(found) > 1 and VARIABLE not in os.environ
 
 
 def test_metrics_after_resume_cover_all_steps(tokens: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from whorl.errors import CheckpointError, DiskFullError
+from whorl.machine.choices import recorded_choices
 from whorl.store.address import canonical_json
 from whorl.train.checkpoint.format import Checkpoint, NewerFormatError, build_index, load
 from whorl.train.checkpoint.remote import RemoteCheckpoint, RemoteStore
@@ -56,7 +57,7 @@ UPLOAD_TIMEOUT = 60.0  # seconds for an upload after the end of training
 
 
 class CheckpointManager:
-    """The checkpoints of one job.
+    """The checkpoints of one job, and in its context the choices by timing with which the job began: they decide bits.
 
     Args:
         identity: JSON that must be equal for a checkpoint to fit.
@@ -94,6 +95,7 @@ class CheckpointManager:
             seconds / 2
         )  # time until a checkpoint is complete; an estimate before the first write
         self.deferral_counted = False
+        self.context = ExitStack()
 
     def resume(self) -> Checkpoint | None:
         """Return the newest valid checkpoint, local or remote, or None; restore the RNG states.
@@ -340,6 +342,7 @@ class CheckpointManager:
             stats.remote_written, stats.remote_error = stats.remote_written + 1, ""
 
     def __enter__(self) -> CheckpointManager:
+        self.context.enter_context(recorded_choices(self.folder / "choices"))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -347,6 +350,7 @@ class CheckpointManager:
             if kind is None:
                 self.finish()
         finally:
+            self.context.close()
             self.close()
 
     def finish(self) -> None:
