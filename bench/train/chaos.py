@@ -177,7 +177,7 @@ def chaos(a: argparse.Namespace, top: Path) -> None:
     assert start(whole, a).wait() == 0, (whole / "errors").read_text()
     undisturbed, timed = time.time() - began, drop_choices(whole)
     expected = lines(whole)[-1]
-    if (kept := whole / "scratch" / "choices").is_dir():  # another run may time kernels otherwise, on a busy machine
+    if (kept := whole / "scratch" / "choices").is_dir():  # a busy machine may choose others in another run
         shutil.copytree(kept, killed / "scratch" / "choices")
     rng, samples, taken = random.Random(a.seed), list[dict[str, Any]](), dict[int, float]()
     startup = 5.0
