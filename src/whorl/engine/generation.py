@@ -1,7 +1,7 @@
 """Whole generations on an engine: the bodies of `Engine.stream` and `Engine.generate`.
 
 Among prompts with a common prefix, such as the K completions of a task, one is prefilled first, and the others reuse its
-pages (`scheduling/scheduler.py`).
+pages (`scheduler.py`).
 """
 
 from __future__ import annotations

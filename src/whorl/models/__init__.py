@@ -5,7 +5,7 @@ transformer.py                `Transformer`, the decoder: the project's own (`wh
 encoder.py                    texts to vectors
 multi_token.py                heads that predict several tokens ahead
 vision/                       ViT, MLP-Mixer, ResNet, CLIP, Flamingo captioner
-lora.py, pruning/, quantization/   adapters and compression
+lora.py, compression/         adapters and compression
 exchange/                     import from and export to Hugging Face and GGUF
 serialization.py              saving and loading
 """

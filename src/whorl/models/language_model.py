@@ -52,7 +52,7 @@ class LanguageModel(nn.Module, ABC):
         checkpointed_blocks: number of leading blocks whose activations are recomputed (`activation_checkpointing.py`).
         context_hint: capacity assumed for rows without a state, so that the rotary tables equal those of an engine with that
             capacity (`transformer.py`); None: the row's length.
-        quantization: format of the matrices (`quantization/weights.py`), or None.
+        quantization: format of the matrices (`compression/quantize.py`), or None.
         own_matrices: names of direct parameters that are weight matrices, where they exist (`train/optim/decay_mask.py`).
         embedding_norm: norm of the embeddings, or an identity.
         memory: n-gram embedding, possibly quantized, or None.
