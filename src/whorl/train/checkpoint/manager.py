@@ -82,20 +82,16 @@ class CheckpointManager:
         self.config, self.thread = config or CheckpointConfig(), thread
         self.stats = stats if stats is not None else CheckpointStats()
         self.job_id = "job-" + hashlib.sha256(canonical_json(identity)).hexdigest()[:16]
-        self.staging = StagingBuffer()
+        self.staging, self.copy_pool = StagingBuffer(), copy_pool()
         self.layout: Layout | None = None
-        self.copy_pool = copy_pool()
         self.writer: AsyncWriter | None = None
         self.step_in_progress: int | None = None  # the step whose checkpoint is being written
         self.writing_named = False  # whether that is a named copy
         self.last_save_time = time.monotonic()
         self.stats.last_remote_time = self.stats.last_remote_time or time.time()
         self.last_uploaded_step: int | None = None  # the last step requested for upload
-        self.expected_write_seconds = (
-            seconds / 2
-        )  # time until a checkpoint is complete; an estimate before the first write
-        self.deferral_counted = False
-        self.context = ExitStack()
+        self.expected_write_seconds = seconds / 2  # until one is complete; at first an estimate
+        self.deferral_counted, self.context = False, ExitStack()
 
     def resume(self) -> Checkpoint | None:
         """Return the newest valid checkpoint, local or remote, or None; restore the RNG states.
