@@ -65,7 +65,7 @@ def same_threads() -> Iterator[None]:
 def torch_kernels() -> Iterator[None]:
     """Forget the kernels that a test has chosen for shapes, which later tests of its worker may have too."""
     yield
-    if (library := sys.modules.get("whorl.nn.native.library")) is not None:
+    if (library := sys.modules.get("whorl.nn.cpu.library")) is not None:
         library.clear_choices()
 
 

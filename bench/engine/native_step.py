@@ -1,4 +1,4 @@
-"""The native step (`engine/native`): its memory bandwidth, its matrix products and whole steps against the torch path.
+"""The native step (`engine/cpu`): its memory bandwidth, its matrix products and whole steps against the torch path.
 
     python bench/engine/native_step.py [--quick] [--model 14M|110M]
 
@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized
 
 from whorl.engine.cache.pages import InputBatch
+from whorl.engine.cpu import NativeStep, build, layout
 from whorl.engine.model.runner import ModelRunner
-from whorl.engine.native import NativeStep, build, layout
 from whorl.machine.device_probe import probe, usable_cores
 from whorl.models import Transformer
 from whorl.models.transformer_config import AttentionConfig, TransformerConfig

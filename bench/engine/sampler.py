@@ -25,8 +25,8 @@ from bench._run import claim, parse_quick, sized
 from bench.engine.support import models
 
 from whorl.engine import Sampler, SamplerRow, SamplingParams
-from whorl.engine.native import NativeStep, unsupported_reason
-from whorl.engine.native.sampling import row_sampler
+from whorl.engine.cpu import NativeStep, unsupported_reason
+from whorl.engine.cpu.sampling import row_sampler
 from whorl.engine.sampling.penalties import TokenCounts
 from whorl.tracking.seeds import generator
 

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whorl.nn.attention import Mask, attend
-from whorl.nn.kernels import autotune as choice
+from whorl.nn.gpu import autotune as choice
 from whorl.nn.norm import rms_norm_reference
 from whorl.nn.rotary import apply_rotary_reference, rotary_tables
 from whorl.objectives.next_token import logits_step
@@ -52,7 +52,7 @@ class Case:
 
 def cases(device: str, dtype: torch.dtype, small: bool, quick: bool) -> Iterator[Case]:
     """small: for the interpreter."""
-    from whorl.nn.kernels import attention, cross_entropy, rms_norm, rotary
+    from whorl.nn.gpu import attention, cross_entropy, rms_norm, rotary
 
     g = torch.Generator(device).manual_seed(0)
 
@@ -200,7 +200,7 @@ def main() -> int:
     if not choice.triton_installed():
         print("skipped: needs Triton (pip install triton)")
         return 77
-    from whorl.nn.kernels.triton_support import INTERPRETED
+    from whorl.nn.gpu.triton_support import INTERPRETED
 
     interpreted = INTERPRETED and check
     if not torch.cuda.is_available() and not interpreted:

@@ -10,8 +10,8 @@ import torch
 from tests.support.compiler import needs_compiler
 from tests.support.engine.parity import FAMILIES, assert_same, config, decoder, drain, request, run, tokens_of
 
+from whorl.engine.cpu import unsupported_reason
 from whorl.engine.engine import Engine
-from whorl.engine.native import unsupported_reason
 from whorl.engine.request import Request, Token
 from whorl.engine.sampling_params import SamplingParams
 
@@ -23,7 +23,7 @@ NATIVE = [name for name, make in FAMILIES.items() if unsupported_reason(make()) 
 @pytest.fixture(autouse=True)
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native step without timing."""
-    monkeypatch.setattr("whorl.engine.native.runner.choose_once", lambda *_: "1")
+    monkeypatch.setattr("whorl.engine.cpu.runner.choose_once", lambda *_: "1")
 
 
 def requests(n: int = 7, **fields: Any) -> list[Request]:

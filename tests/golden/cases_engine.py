@@ -15,10 +15,10 @@ import torch
 from golden_case import Result, case, digest, fixed, text_hash
 from golden_inputs import HEADS, SHAPES
 from tests.support.train.model_shapes import disturbed
+from whorl.engine.native.runner import NativeRunner
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
-from whorl.engine.native.runner import NativeRunner
 from whorl.engine.request import Grammar, Request
 from whorl.engine.sampling.grammar import GrammarCompiler
 from whorl.engine.sampling_params import SamplingParams

@@ -59,7 +59,7 @@ def test_parameters_skip_self_verbs_and_kernels(tmp_path: Path) -> None:
     files = {
         "room/m.py": f"class A:\n    def f(self, {ten}): ...\n    def g(self, {eleven}): ...\n"
         f"    @staticmethod\n    def h({eleven}): ...\ndef k({ten}, **more): ...\n",
-        "nn/kernels/k.py": f"def kernel({eleven}): ...\n",
+        "nn/gpu/k.py": f"def kernel({eleven}): ...\n",
         "cli/artifacts/show.py": f"def show({eleven}): ...\ndef helper({eleven}): ...\n",
     }
     found = {v.where.rpartition(":")[2]: v.value for v in tree(tmp_path, files) if v.rule == "parameters"}

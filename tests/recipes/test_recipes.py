@@ -22,7 +22,7 @@ from whorl.machine.budget import BudgetText
 from whorl.machine.device_probe import Measurement, choose
 from whorl.machine.forced_choices import FORCE, forced_choices
 from whorl.machine.identity import CpuIdentity
-from whorl.nn.native import library
+from whorl.nn.cpu import library
 from whorl.recipes import RunResult, StepContext, StepKind, parse_recipe, run_recipe, runner, step_kinds
 from whorl.recipes.recipe import Recipe, load_recipe
 from whorl.recipes.registry import start_native_builds

@@ -17,8 +17,8 @@ from tests.support.train.tiny import job
 from whorl.machine.device_probe import cache_folder
 from whorl.machine.kernel_choice import TimedChoice, choices_file, listed_requests
 from whorl.nn import Linear, quantized_linear
+from whorl.nn.cpu import attention
 from whorl.nn.experts import experts
-from whorl.nn.native import attention
 from whorl.objectives.next_token import Loss
 from whorl.train.determinism import deterministic
 from whorl.train.learner.update import MicroBatch

@@ -39,7 +39,7 @@ def kinds() -> list[str]:
     """The kinds available on this machine, exact ones first."""
     native = "weight_dtype" in EngineConfig.model_fields and os.environ.get("WHORL_NATIVE") != "0"
     if native:
-        from whorl.engine.native.build import library
+        from whorl.engine.cpu.build import library
 
         native = library() is not None
     return [name for name, (_, weights) in KINDS.items() if weights is None or native]

@@ -12,11 +12,11 @@ from whorl.engine.cache.block_pool import BlockPool
 from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
 from whorl.engine.cache.layer_cache import page_windows
 from whorl.engine.config import EngineConfig
+from whorl.engine.cpu.runner import NativeRunner, make_runner
+from whorl.engine.cpu.sampling import row_sampler
+from whorl.engine.cpu.summary import row_summary
 from whorl.engine.model.multi_lora import Adapters
 from whorl.engine.model.runner import ModelRunner
-from whorl.engine.native.runner import NativeRunner, make_runner
-from whorl.engine.native.sampling import row_sampler
-from whorl.engine.native.summary import row_summary
 from whorl.engine.sampling.sampler import Sampler
 from whorl.models import LanguageModel
 

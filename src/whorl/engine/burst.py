@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from whorl.engine.cache.cache_manager import KVCacheManager
 from whorl.engine.cache.pages import InputBatch
-from whorl.engine.native.runner import NativeRunner
-from whorl.engine.native.sampling import Draws
+from whorl.engine.cpu.runner import NativeRunner
+from whorl.engine.cpu.sampling import Draws
 from whorl.engine.request import Token
 from whorl.engine.sampling.sampler import SamplerRow, is_plain, uniforms
 from whorl.engine.scheduler import Schedule, Scheduler

@@ -3,7 +3,7 @@
 // Kernels of the engine and of training are written once, for vectors of 16 floats (`Lanes`) and of 16 integers (`Ints`): a
 // register of AVX-512 (wide_lanes.h), or several narrower ones (split_lanes.h). Intrinsics appear only for instructions that vector types
 // cannot express (products of pairs of bf16, products of four bytes, shuffles). Flags do not select the path; measurements do
-// (engine/native/runner.py).
+// (engine/cpu/runner.py).
 //
 // Subtle: no -ffast-math. Sums keep their written order, so a row's result does not depend on the other rows. `exp_lanes`
 // rounds by adding and subtracting 1.5 * 2^23, which fast-math would delete.

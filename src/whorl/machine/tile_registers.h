@@ -1,4 +1,4 @@
-// bf16 numbers, and the tile registers (AMX) of this process, for the C++ code of `nn/native` and `engine/native`.
+// bf16 numbers, and the tile registers (AMX) of this process, for the C++ code of `nn/cpu` and `engine/cpu`.
 //
 // Tile registers need a permission of the kernel (Intel 64 and IA-32 Architectures Software Developer's Manual, vol. 1,
 // ch. 18; Linux Documentation/arch/x86/xstate.rst). Each thread requests it before its first tile; without it, the kernel

@@ -33,7 +33,7 @@ from whorl.models.cost import ProfiledTextModule
 from whorl.models.encoder import EncoderBlock
 from whorl.nn.attention import KeyValueState
 from whorl.nn.compiler import meta_device
-from whorl.nn.kernels.dispatch import logits_step
+from whorl.nn.gpu.dispatch import logits_step
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import Activation
 from whorl.nn.norm import RMSNorm

@@ -13,7 +13,7 @@ from whorl.nn.attention import (
     causal_attention_reference,
 )
 from whorl.nn.experts import MixtureOfExperts
-from whorl.nn.kernels.tiled_attention import tiled_attention
+from whorl.nn.gpu.tiled_attention import tiled_attention
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP
 from whorl.nn.ngram import NGramEmbedding

@@ -1,7 +1,7 @@
 """A linear layer with an fp32 master weight.
 
 The product runs in the type of its input: bf16 activations are multiplied with a bf16 copy of the weight, cast at each
-call. The gradient reaches the fp32 weight through the cast, or in fp32 from a C++ kernel (`nn/native/linear.py`).
+call. The gradient reaches the fp32 weight through the cast, or in fp32 from a C++ kernel (`nn/cpu/linear.py`).
 `matmul` replaces the product, for example by fp8 (`nn/float8.py`).
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from whorl.nn.native import linear as native
+from whorl.nn.cpu import linear as native
 
 
 class Linear(nn.Module):

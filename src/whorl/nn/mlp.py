@@ -12,7 +12,7 @@
 
 The gate and the up projection of a gated kind are one matrix, `up`, gate first: one product computes both.
 
-`choose_path` may select a C++ kernel of `relu2` for one shape and type (`nn/native/mlp.py`).
+`choose_path` may select a C++ kernel of `relu2` for one shape and type (`nn/cpu/mlp.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError, one_of
+from whorl.nn.cpu import mlp as native
 from whorl.nn.linear import Linear
-from whorl.nn.native import mlp as native
 
 Activation = Literal["relu2", "swiglu", "gelu", "gelu_tanh", "quick_gelu", "geglu"]
 GATED = ("swiglu", "geglu")

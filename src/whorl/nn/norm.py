@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError
-from whorl.nn.kernels import dispatch
+from whorl.nn.gpu import dispatch
 
 EPS = 1e-6
 
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, gain: Tensor | None = None, eps: float = EPS) -> Tensor:
 
     x: [..., d]; gain: [d], [heads, 1] (x: [..., heads, d]) or None for 1.
 
-    On a GPU it runs a Triton kernel where one was selected (`nn/kernels/autotune.py`), elsewhere `rms_norm_reference`.
+    On a GPU it runs a Triton kernel where one was selected (`nn/gpu/autotune.py`), elsewhere `rms_norm_reference`.
     """
     if x.is_cuda and not torch.compiler.is_compiling():
         return dispatch.rms_norm(x, gain, eps, rms_norm_reference)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError, one_of
-from whorl.nn.kernels import dispatch
+from whorl.nn.gpu import dispatch
 
 Layout = Literal["half", "interleaved"]
 RopeScalingKind = Literal["linear", "ntk", "yarn", "llama3"]
@@ -254,7 +254,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "half") -
     """Return x [B, T, H, head_dim] rotated, same shape and dtype. cos, sin: [(B,) T, 1, rotary_dim].
 
     Features beyond `rotary_dim` stay unchanged. `layout` must be that of the tables. On a GPU it runs a Triton kernel
-    where one was selected (`nn/kernels/autotune.py`), elsewhere `apply_rotary_reference`.
+    where one was selected (`nn/gpu/autotune.py`), elsewhere `apply_rotary_reference`.
     """
     if x.is_cuda and not torch.compiler.is_compiling():
         plain = functools.partial(apply_rotary_reference, layout=layout)

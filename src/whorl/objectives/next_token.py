@@ -12,7 +12,7 @@ chunks of tokens and computes the gradient of a chunk while its logits are in ca
     dz = softmax(z) - onehot,   d_h = dz W,   d_W += dz^T h;    with a softcap z = c tanh(W h / c), dz *= 1 - z^2 / c^2
 
 The backward pass only scales these gradients (Liger Kernel, Hsu et al. 2024, arXiv:2410.10989, section 3.2). The step
-between the two matrix products is `logits_step`; on a GPU the caller may select another one (`nn/kernels/dispatch.py`).
+between the two matrix products is `logits_step`; on a GPU the caller may select another one (`nn/gpu/dispatch.py`).
 `next_token_reference` is the definition. A test compares values and gradients.
 """
 

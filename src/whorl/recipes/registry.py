@@ -187,11 +187,11 @@ def start_native_builds(first: str, steps: Mapping[str, BaseModel]) -> None:
         return
     import torch  # as the later steps do
 
-    from whorl.engine.native.build import SOURCE
+    from whorl.engine.cpu.build import SOURCE
     from whorl.machine.device_probe import usable_cores
     from whorl.machine.identity import cpu_identity
     from whorl.machine.native_build import start_builds
-    from whorl.nn.native.library import sources
+    from whorl.nn.cpu.library import sources
 
     usual = "bfloat16" if any("bf16" in flag for flag in cpu_identity().flags) else "float32"
     dtype = os.environ.get("WHORL_DTYPE") or usual

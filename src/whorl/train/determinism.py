@@ -27,8 +27,8 @@ from contextlib import contextmanager
 
 import torch
 
+from whorl.nn.cpu import library
 from whorl.nn.experts import experts
-from whorl.nn.native import library
 
 
 @contextmanager

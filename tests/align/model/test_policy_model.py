@@ -20,7 +20,7 @@ from whorl.evals.model.example import TokenizedExample, concat
 from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.models import Transformer
 from whorl.models.lora import merge_lora
-from whorl.nn.native import mlp
+from whorl.nn.cpu import mlp
 from whorl.objectives.next_token import Loss
 from whorl.train.lm.kernels import Kernels
 

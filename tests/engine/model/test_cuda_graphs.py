@@ -8,11 +8,11 @@ import pytest
 import torch
 from tests.support.engine.parity import FAMILIES, assert_same, config, decoder, prompt_requests, request, run
 
+from whorl.engine.cpu import runner as native_runner
 from whorl.engine.engine import Engine
 from whorl.engine.model import cuda_graphs
 from whorl.engine.model.cuda_graphs import DecodeStep, GraphRunner, padded_size
 from whorl.engine.model.runner import ModelRunner
-from whorl.engine.native import runner as native_runner
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.support.compiler import needs_compiler
 from tests.support.engine.parity import decoder
 
-from whorl.engine.native import NativeStep
-from whorl.engine.native.sampling import row_sampler
+from whorl.engine.cpu import NativeStep
+from whorl.engine.cpu.sampling import row_sampler
 from whorl.engine.sampling.sampler import NoValidTokenError, Sampler, SamplerRow, SamplingParams
 
 pytestmark = needs_compiler

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from whorl.errors import ConfigError
 from whorl.nn.attention.backends import attend
 from whorl.nn.attention.mask import Mask
-from whorl.nn.kernels.tiled_attention import tiled_attention
+from whorl.nn.gpu.tiled_attention import tiled_attention
 
 B, H, T, D, DV = 2, 4, 9, 8, 6
 SEGMENTS = torch.tensor([[1, 1, 1, 2, 3, 3, 3, 3, 3], [7, 7, 7, 7, 7, 7, 8, 8, 8]])

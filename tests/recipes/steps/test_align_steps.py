@@ -12,7 +12,7 @@ from tests.support.recipes.align_steps import run_text
 
 from whorl.align.stage.io import read_prompt_completions, read_tasks
 from whorl.cli.jobs.report import report
-from whorl.engine.native import runner
+from whorl.engine.cpu import runner
 from whorl.errors import ConfigError, DataError, NotApplicableError
 from whorl.evals.grading import grade_tasks
 from whorl.machine import device_probe

@@ -19,7 +19,7 @@ from whorl.serve.api.sse import JsonPieces, json_pieces
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
 TEXT = {"model": "tiny", "prompt": "x", "ignore_eos": True}
-MAX_HOLD = 0.05  # seconds of the event loop's own computing
+MAX_HOLD = 0.25  # seconds of the event loop's own computing: a fault holds it for longer on any machine
 
 
 @pytest.mark.parametrize(

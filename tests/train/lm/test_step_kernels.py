@@ -10,7 +10,7 @@ from tests.support.train.tiny import job
 
 from whorl.errors import ConfigError
 from whorl.machine.forced_choices import force_choices
-from whorl.nn.native import attention, cross_entropy, linear, mlp
+from whorl.nn.cpu import attention, cross_entropy, linear, mlp
 from whorl.train.lm import kernels
 from whorl.train.lm.build import build_model
 from whorl.train.lm.kernels import Kernels, choose_kernels

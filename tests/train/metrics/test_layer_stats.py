@@ -13,7 +13,7 @@ from tests.support.train.pretraining import assert_equal, train, train_notes, we
 from tests.support.train.tiny import Notes, job
 
 from whorl.models import Transformer
-from whorl.nn.native.library import native_library
+from whorl.nn.cpu.library import native_library
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.lm import build
 from whorl.train.lm.kernels import Kernels

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.compiler import needs_compiler
-from tests.support.nn.native import VARIANTS, build_variant, dtype_of
+from tests.support.nn.cpu import VARIANTS, build_variant, dtype_of
 from torch import Tensor
 
 from whorl.machine.forced_choices import FORCE
-from whorl.nn.native import orthogonalize as native_orthogonalize
-from whorl.nn.native import update
+from whorl.nn.cpu import orthogonalize as native_orthogonalize
+from whorl.nn.cpu import update
 from whorl.train.optim.clipping import squared_norm, sum_replicas
 from whorl.train.optim.optimizers import POLAR_EXPRESS, Muon, SparseAdagrad, orthogonalize, own_rows
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whorl.engine.native.candidates import WEIGHT_DTYPES, NativeProducts
+from whorl.engine.cpu.candidates import WEIGHT_DTYPES, NativeProducts
 from whorl.errors import ConfigError
 from whorl.machine import kernel_choice
 from whorl.machine.forced_choices import FORCE
@@ -156,7 +156,7 @@ def test_bound_is_by_arithmetic_or_bandwidth(
 
 
 def test_decoding_table_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whorl.engine.native.build.library", lambda: None)
+    monkeypatch.setattr("whorl.engine.cpu.build.library", lambda: None)
     monkeypatch.setattr(product_table, "DECODING_ROWS", (1, 8))
     lines = ProductTimes(MODEL, 2, 32, "float32", threads=1, cores=2).decoding()
     assert len(lines) == 5 * 2 * 2  # products, rows, types; no choice without the library

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from whorl.align.model.policy_model import PolicyModel
+from whorl.engine.cpu.runner import decode_steps, step_shape, timed_rows
 from whorl.engine.engine import Engine
-from whorl.engine.native.runner import decode_steps, step_shape, timed_rows
 from whorl.errors import ConfigError
 from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions

@@ -19,7 +19,7 @@ from whorl.align.stage.sft import SFTTask
 from whorl.align.stage.task import StageTask
 from whorl.models import LanguageModel
 from whorl.models.multi_token import MultiTokenPrediction, multi_token_loss
-from whorl.nn.kernels.dispatch import logits_step
+from whorl.nn.gpu.dispatch import logits_step
 from whorl.objectives.next_token import Loss, next_token
 from whorl.tracking.seeds import generator
 from whorl.train.config import OptimConfig

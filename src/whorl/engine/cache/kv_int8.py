@@ -12,7 +12,7 @@ Attention need not dequantize, because a scale is a factor of a whole row:
 
 `attend` computes the right-hand sides; `attend_reference` is the definition. `Int8KVPages` are the engine's pages
 (EngineConfig(kv_cache_dtype="int8")). The torch step dequantizes the pages it reads, since torch has no mixed int8 and
-float product; the native step multiplies the codes (engine/native/decode_attention.h). bench/models/quantization.py
+float product; the native step multiplies the codes (engine/cpu/decode_attention.h). bench/models/quantization.py
 measures the cost in bits per byte.
 
 Shapes: q [B, H, T, d]; codes [B, KV, S, d] int8; scales [B, KV, S] fp32; bias [.., T, S] added to the scores, or None.

@@ -3,7 +3,7 @@
 A batch is the concatenated rows of several sequences, N positions in all; rows of one position come first. Attention runs
 in groups (`AttentionGroup`): the rows of one position together, their pages gathered and padded positions masked; each
 longer row separately. This is the reference on every device. Kernels that read pages in place take over the whole step
-(`engine/native`).
+(`engine/cpu`).
 
     k, v      [n_pages, KV, page_size, d]     position p of a row: page pages[p // page_size], offset p % page_size
     raw_keys  the same shape: keys before smearing, where a model mixes each key with its predecessor

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from whorl.engine.cache.block_pool import BlockPool
 from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
+from whorl.engine.cpu.runner import make_runner
 from whorl.engine.model.batch_builder import build_batch
-from whorl.engine.native.runner import make_runner
 from whorl.engine.sampling.sampler import Sampler
 from whorl.engine.scheduler import Schedule
 from whorl.engine.sequence import Sequence, SequenceStatus

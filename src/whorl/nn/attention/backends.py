@@ -6,8 +6,8 @@
 - "flex": torch's flex_attention (Dong et al. 2024, arXiv:2412.05496). The mask stays a function, and fully masked
   blocks are skipped. It is compiled on CUDA. On a CPU only the forward pass exists.
 - "blocked": causal rows on a CPU, with gradients, in blocks of queries (`nn/attention/causal.py`).
-- "tiled": FlashAttention-2 in torch (`nn/kernels/tiled_attention.py`): any mask, memory linear in the length.
-- "triton": FlashAttention-2 as a Triton kernel (`nn/kernels/attention.py`) on a GPU. It supports causal, window, document
+- "tiled": FlashAttention-2 in torch (`nn/gpu/tiled_attention.py`): any mask, memory linear in the length.
+- "triton": FlashAttention-2 as a Triton kernel (`nn/gpu/attention.py`) on a GPU. It supports causal, window, document
   and padding masks; no bias, softcap or sink. "auto" uses it where it was measured to be faster than "sdpa".
 
 Scores are computed in this order:
@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError, one_of
 from whorl.nn.attention.causal import causal_attention
 from whorl.nn.attention.mask import Mask
-from whorl.nn.kernels import dispatch
+from whorl.nn.gpu import dispatch
 
 BACKENDS = ("auto", "reference", "sdpa", "flex", "blocked", "tiled", "triton")
 MAX_BLOCKED_LENGTH = 2048  # positions; the blocked path keeps all probabilities for its backward
@@ -163,14 +163,14 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tenso
 
 
 def _triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    from whorl.nn.kernels.attention import attention
+    from whorl.nn.gpu.attention import attention
 
     y: Tensor = attention(q, k, v, mask, scale)
     return y
 
 
 def _tiled(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    from whorl.nn.kernels.tiled_attention import tiled_attention
+    from whorl.nn.gpu.tiled_attention import tiled_attention
 
     return tiled_attention(q, k, v, mask, scale)[0]
 

@@ -5,7 +5,7 @@ short rows, batched products over blocks of queries are 3 times as fast (bench/n
 the compute type, and the softmax sums them in fp32. In bf16 a score of 64 is rounded by up to 0.25, which the
 definition would keep. `causal_attention_reference` is the definition.
 
-`choose_path` may select a C++ kernel for one shape and type (`nn/native/attention.py`).
+`choose_path` may select a C++ kernel for one shape and type (`nn/cpu/attention.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from whorl.machine.kernel_choice import fastest
 from whorl.nn.attention.mask import Mask
-from whorl.nn.kernels import dispatch
-from whorl.nn.native import attention as native
-from whorl.nn.native.library import short_name
+from whorl.nn.cpu import attention as native
+from whorl.nn.cpu.library import short_name
+from whorl.nn.gpu import dispatch
 
 QUERY_BLOCK = 256  # queries per block; 128 skips more masked products, but ran 20 % slower
 

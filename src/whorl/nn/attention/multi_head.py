@@ -47,9 +47,9 @@ from whorl.nn.attention.mask import Mask
 from whorl.nn.attention.paged import PagedState
 from whorl.nn.attention.short_conv import Smear
 from whorl.nn.attention.state import KeyValues, KeyValueState
+from whorl.nn.cpu import attention as native
 from whorl.nn.linear import Linear
 from whorl.nn.mixer import KVCacheSpec, SharedCacheSpec
-from whorl.nn.native import attention as native
 from whorl.nn.norm import QKNorm, RMSNorm, rms_norm
 from whorl.nn.rotary import Positions, Rotary
 

@@ -97,7 +97,7 @@ class Update:
         accept_step: maps a step's metrics to whether the step is applied (see `accept_if_finite`, `spike_guard.py`).
         loss_scaler: for fp16.
         rounding: of matrices stored in bf16.
-        native: run the passes over memory in C++ (`nn/native/update.py`) where the types allow it.
+        native: run the passes over memory in C++ (`nn/cpu/update.py`) where the types allow it.
     """
 
     objective: Callable[[MicroBatch], Loss]

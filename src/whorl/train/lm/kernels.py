@@ -2,11 +2,11 @@
 
     attention       blocked products in torch, or C++                  nn/attention/causal.py
     mlp             products in torch, or C++                          nn/mlp.py
-    linear          weight gradients by torch, or C++                  nn/native/linear.py
-    cross_entropy   compiled, or C++ in one reading                    nn/native/cross_entropy.py
+    linear          weight gradients by torch, or C++                  nn/cpu/linear.py
+    cross_entropy   compiled, or C++ in one reading                    nn/cpu/cross_entropy.py
     head            tokens whose logits are held at a time, with torch's or C++'s gradient
                                                                        objectives/next_token.py
-    update          the optimizer's passes, in torch or in C++         nn/native/update.py
+    update          the optimizer's passes, in torch or in C++         nn/cpu/update.py
     adamw           one operation after the other, or torch's fused    train/optim/optimizers.py
 
 In bf16 and in fp32; in other types a forced choice is refused. Under torch's deterministic algorithms, and in a job of about
@@ -26,8 +26,8 @@ from whorl.models import LanguageModel
 from whorl.nn import Linear, mlp
 from whorl.nn.attention.causal import choose_path
 from whorl.nn.attention.multi_head import MultiHeadAttention
-from whorl.nn.kernels.dispatch import logits_step
-from whorl.nn.native import cross_entropy, library, linear, update
+from whorl.nn.cpu import cross_entropy, library, linear, update
+from whorl.nn.gpu.dispatch import logits_step
 from whorl.objectives.next_token import default_chunk_tokens, next_token
 from whorl.train.job import Job, last_rows
 from whorl.train.optim.optimizers import AdamW

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from whorl.models import LanguageModel
 from whorl.nn import Linear
 from whorl.nn.compiler import compiled
+from whorl.nn.cpu.linear import weight_gradient
 from whorl.nn.experts import Experts, expert_lr_scales, router_parameter_names
-from whorl.nn.kernels.dispatch import logits_step
-from whorl.nn.native.linear import weight_gradient
+from whorl.nn.gpu.dispatch import logits_step
 from whorl.objectives.next_token import Loss, next_token
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import MicroBatch, ParamOptim

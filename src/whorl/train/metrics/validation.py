@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from whorl.models import LanguageModel
-from whorl.nn.kernels.dispatch import logits_step
+from whorl.nn.gpu.dispatch import logits_step
 from whorl.objectives.next_token import next_token
 from whorl.parallel.process_group import ProcessGroup
 from whorl.slots import Spec

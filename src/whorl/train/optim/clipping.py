@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from whorl.nn.native.update import sum_parts
+from whorl.nn.cpu.update import sum_parts
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> float:

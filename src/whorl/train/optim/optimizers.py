@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whorl.nn.native import update
-from whorl.nn.native.orthogonalize import choose_orthogonalize, orthogonalize_
+from whorl.nn.cpu import update
+from whorl.nn.cpu.orthogonalize import choose_orthogonalize, orthogonalize_
 from whorl.train.optim.flat_views import flatten_alike
 from whorl.train.optim.optimizer import Allocator, Optimizer, OptimizerInputs, OptimizerSettings, Shape
 from whorl.train.optim.stochastic_rounding import Rounding

@@ -14,7 +14,7 @@ from typing import Any
 
 _AUTOGRAD_PART = re.compile(
     r"GeneratedBackwardFor_(whorl)_(\w+)_default$"
-)  # runs the kernel of an operator of nn/native
+)  # runs the kernel of an operator of nn/cpu
 _ATTENTION = (
     "scaled_dot_product",
     "flash_attention",
@@ -69,17 +69,17 @@ def product_flops(name: str, shapes: Sequence[Sequence[Any]]) -> float:
         return 0.0
     if any(word in bare for word in _ATTENTION):
         q = given[0]
-        if bare.startswith("rotary"):  # of nn/native: [B, T, 3 H, d]
+        if bare.startswith("rotary"):  # of nn/cpu: [B, T, 3 H, d]
             q = [q[0], q[2] // 3, q[1], q[3]]
         return 2.0 * math.prod(q) * q[-2] * (2.5 if "backward" in bare else 1.0)
-    if bare in ("mlp", "mlp_backward"):  # of nn/native: the weights come last
+    if bare in ("mlp", "mlp_backward"):  # of nn/cpu: the weights come last
         return (4.0 if bare == "mlp" else 8.0) * math.prod(given[0]) * given[-2][0]
     if bare in ("addmm", "baddbmm"):
         given = given[1:]
     if len(given) < 2:
         return 0.0
     a, b = given[0], given[1]
-    if bare == "weight_gradient":  # of nn/native: both operands have a row per token
+    if bare == "weight_gradient":  # of nn/cpu: both operands have a row per token
         return 2.0 * math.prod(a) * b[-1]
     if bare in ("_linear_pointwise", "mkldnn_linear"):
         return 2.0 * math.prod(a) * (b[0] if b[-1] == a[-1] else b[-1])

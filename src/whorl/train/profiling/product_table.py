@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from whorl.engine.native.candidates import NativeProducts
+from whorl.engine.cpu.candidates import NativeProducts
 from whorl.machine.device_probe import measure_peaks
 from whorl.machine.forced_choices import forced_candidate
 from whorl.machine.gemm_benchmark import SHAPES, best_seconds, copy_bandwidth

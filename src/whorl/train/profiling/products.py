@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whorl.engine.cache.layer_cache import page_windows
-from whorl.engine.native import unsupported_reason
-from whorl.engine.native.candidates import WEIGHT_DTYPES
-from whorl.engine.native.runner import make_runner
+from whorl.engine.cpu import unsupported_reason
+from whorl.engine.cpu.candidates import WEIGHT_DTYPES
+from whorl.engine.cpu.runner import make_runner
 from whorl.machine.device_probe import DTYPE_ABBREVIATIONS
 from whorl.machine.kernel_choice import ChoiceRequest, listed_requests
 from whorl.models import TransformerConfig, make_model
@@ -33,7 +33,7 @@ from whorl.models.transformer_cost import linear_shapes
 from whorl.nn import mlp
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.compiler import meta_device
-from whorl.nn.native.orthogonalize import choose_orthogonalize
+from whorl.nn.cpu.orthogonalize import choose_orthogonalize
 from whorl.train.lm.kernels import choose_step_kernels
 from whorl.train.optim.optimizers import POLAR_EXPRESS, orthogonalize
 
