@@ -46,16 +46,8 @@ SMOKE_SECONDS, QUICK_SECONDS, FULL_SECONDS = 180, 150, 7200  # time limits of on
 QUICK_TOTAL = 3500.0  # seconds of all scripts with --quick
 # The quickstart of a quick run: the planner's budget, at a fixed shape whose columns are divided by every group of int4.
 QUICKSTART = (
-    "--budget",
-    "20s",
-    "--until",
-    "pretrain",
-    "--no-live",
-    "--set",
-    "plan.d_model=128",
-    "--set",
-    "plan.n_layers=3",
-)
+    "--budget", "20s", "--until", "pretrain", "--no-live", "--set", "plan.d_model=128", "--set", "plan.n_layers=3",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

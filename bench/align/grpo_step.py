@@ -34,14 +34,8 @@ from bench.align import _workload as work
 PROMPTS, GROUP, NEW = sized((16, 8, 32), (2, 2, 8))
 BAR = 4.0
 PARTS = (
-    "generation",
-    "rewards",
-    "reference",
-    "data",
-    "logprobs",
-    "backward",
-    "optimizer",
-)
+    "generation", "rewards", "reference", "data", "logprobs", "backward", "optimizer",
+)  # fmt: skip
 
 
 def settings(kinds: list[str], quick: bool) -> list[trl.Setting]:

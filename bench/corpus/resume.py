@@ -154,17 +154,10 @@ def main() -> None:
     identical = sum(kill.identical for kill in found)
     claim(
         "kill -9 at random moments over ingest and curate, resumed with another number of workers: identical bytes",
-        ours=identical,
-        peer=len(found),
-        peer_name="moments",
-        unit="identical",
-        ratio=identical / len(found),
-        bar=1.0,
-        ok=identical == len(found),
-        samples=[vars(kill) for kill in found],
-        variant="" if args.engine == "local" else args.engine,
-        quick=args.quick,
-    )
+        ours=identical, peer=len(found), peer_name="moments", unit="identical", ratio=identical / len(found),
+        bar=1.0, ok=identical == len(found), samples=[vars(kill) for kill in found],
+        variant="" if args.engine == "local" else args.engine, quick=args.quick
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

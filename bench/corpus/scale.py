@@ -32,23 +32,8 @@ FILE_BYTES = 100_000_000
 KEEP_ALL = "SELECT row, '' AS reason FROM attributes"
 WORDS = 450
 FUNCTION_WORDS = (
-    "the",
-    "be",
-    "to",
-    "of",
-    "and",
-    "that",
-    "have",
-    "with",
-    "a",
-    "in",
-    "is",
-    "it",
-    "for",
-    "on",
-    "as",
-    "was",
-)
+    "the", "be", "to", "of", "and", "that", "have", "with", "a", "in", "is", "it", "for", "on", "as", "was",
+)  # fmt: skip
 OWN = """
 import json, sys, time
 from pathlib import Path

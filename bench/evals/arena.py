@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _run import parse, sized
-from _shares import claim_gap, claim_share
+from _run import claim, parse, sized
 
 from whorl.evals.arena.battles import Battles, collapse
 from whorl.evals.arena.bootstrap import bootstrap
@@ -145,26 +144,16 @@ def main() -> int:
         shares = coverage(np.random.default_rng([args.seed, number]), runs, kind)
         peer = shares.pop("Hessian")
         for name, share in shares.items():
-            what = f"95 % intervals of ratings in {runs} simulated arenas, {kind}, {name}"
-            claim_share(
-                what,
-                f"coverage {kind} {name}",
-                share,
-                peer,
-                0.93,
-                0.97,
-                "intervals of the Hessian",
-                args.quick,
-            )
+            claim(
+                f"95 % intervals of ratings in {runs} simulated arenas, {kind}, {name}", ours=share, peer=peer,
+                unit="share", ratio=abs(share - 0.95), bar=0.02, ok=abs(share - 0.95) <= 0.02, quick=args.quick,
+                peer_name="intervals of the Hessian", variant=f"coverage {kind} {name}",
+            )  # fmt: skip
     gap = peer_gap(np.random.default_rng(args.seed), sized(40, 4))
-    claim_gap(
-        "Bradley-Terry against logistic regression",
-        "Bradley-Terry",
-        gap,
-        1e-6,
-        "LogisticRegression",
-        args.quick,
-    )
+    claim(
+        "Bradley-Terry against logistic regression", ours=gap, peer=0.0, unit="largest difference", ratio=gap,
+        bar=1e-6, ok=gap <= 1e-6, peer_name="LogisticRegression", variant="Bradley-Terry", quick=args.quick,
+    )  # fmt: skip
     return 0
 
 

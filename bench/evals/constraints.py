@@ -30,12 +30,9 @@ from _run import claim, parse, sized, skip
 from whorl.evals.grading.constraints import CHECKS, read_constraints, satisfies
 
 EXCEPT = (
-    "language:response_language",
-    "length_constraints:number_sentences",
-    "change_case:english_capital",
-    "change_case:english_lowercase",
-    "change_case:capital_word_frequency",
-)
+    "language:response_language", "length_constraints:number_sentences", "change_case:english_capital",
+    "change_case:english_lowercase", "change_case:capital_word_frequency",
+)  # fmt: skip
 PEER = r"""
 import json, sys, logging
 import nltk

@@ -209,17 +209,10 @@ def main() -> None:
         agreement(tokenizer, folder, kinds)
     error = abs(peer / ours - 1)
     claim(
-        "bits per byte of an exported model, relative difference",
-        ours=ours,
-        peer=peer,
-        unit="bits per byte",
-        ratio=error,
-        bar=1e-4,
-        ok=error <= 1e-4 and greedy_same == len(greedy),
-        samples=samples,
-        quick=QUICK,
+        "bits per byte of an exported model, relative difference", ours=ours, peer=peer, unit="bits per byte",
+        ratio=error, bar=1e-4, ok=error <= 1e-4 and greedy_same == len(greedy), samples=samples, quick=QUICK,
         peer_name="llama.cpp",
-    )
+    )  # fmt: skip
 
 
 def continued(logits: Any, prompt: Sequence[int], n: int = 48) -> list[int]:

@@ -2,7 +2,7 @@
 
     python bench/models/synthetic_tasks.py                               # all tasks, 3 seeds, one thread: about an hour
     python bench/models/synthetic_tasks.py --task recall --results FILE  # one task; FILE keeps the results of earlier calls
-    python bench/models/synthetic_tasks.py --draw --results FILE         # tables and docs/models_proofs.png from FILE
+    python bench/models/synthetic_tasks.py --tables --results FILE       # tables from FILE, without runs
     python bench/models/synthetic_tasks.py --quick                       # the claims' layers: one seed, few steps
 
 recall      key-value pairs, then the keys in another order: share of correct values.
@@ -43,7 +43,7 @@ from bench.models._synthetic_models import (
     mixers,
     train,
 )
-from bench.models._synthetic_report import draw, tables
+from bench.models._synthetic_report import tables
 
 from whorl.nn.experts import Routing
 from whorl.tracking.seeds import numpy_rng
@@ -250,8 +250,7 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="CPU seconds of the text task")
     parser.add_argument("--text", type=Path, default=Path("../shared/data/tinyshakespeare.txt"))
     parser.add_argument("--results", type=Path, default=Path("models_proofs.json"))
-    parser.add_argument("--draw", action="store_true", help="tables and plot of stored results, without runs")
-    parser.add_argument("--picture", type=Path, default=Path("docs/models_proofs.png"))
+    parser.add_argument("--tables", action="store_true", help="of stored results, without runs")
     parser.add_argument(
         "--times",
         type=float,
@@ -267,7 +266,7 @@ def smoke_settings() -> dict[str, Any]:
     (folder / "text.txt").write_bytes(source.read_bytes()[:12_000])
     return {
         "seeds": 1, "steps": 4, "text_steps": 4, "seconds": 0.1, "kinds": ["attention", "experts", "RNN"],
-        "text": folder / "text.txt", "results": folder / "results.json", "picture": folder / "plot.png",
+        "text": folder / "text.txt", "results": folder / "results.json",
     }  # fmt: skip
 
 
@@ -281,7 +280,7 @@ def main() -> None:
     if a.quick:  # the rates are those of the full search
         stored = Results(ROOT / "docs" / "models_proofs.json").runs
         results.runs |= {key: run for key, run in stored.items() if "/tuning/" in key}
-    if not a.draw:
+    if not a.tables:
         for name in ["recall"] if a.quick else TASKS:
             if a.task in (name, "all"):
                 kinds = COPIERS if name == "repetition" else list(mixers(64))
@@ -296,8 +295,6 @@ def main() -> None:
                     results, name, kinds, a, factor
                 )
     print(tables(results.runs))
-    if a.draw or (a.task == "all" and not a.quick):
-        draw(results.runs, a.picture)
     claims(results, a)
 
 

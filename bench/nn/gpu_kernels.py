@@ -231,16 +231,10 @@ def report(case: Case, result: dict[str, float], quick: bool) -> None:
     rate = f"{case.moved / result['triton'] / 1e6:.0f} GB/s"
     claim(
         f"{case.name}, forward and backward: by Triton at least as fast as the best of torch",
-        ours=round(result["triton"], 4),
-        peer=round(peer, 4),
-        unit="ms",
-        ratio=peer / result["triton"],
-        bar=1.0,
-        variant=case.name.replace(",", "").replace(" ", "-"),
-        ok=peer >= result["triton"],
-        samples=[{name: round(value, 4) for name, value in result.items()} | {"moved": rate}],
-        quick=quick,
-    )
+        ours=round(result["triton"], 4), peer=round(peer, 4), unit="ms", ratio=peer / result["triton"], bar=1.0,
+        variant=case.name.replace(",", "").replace(" ", "-"), ok=peer >= result["triton"],
+        samples=[{name: round(value, 4) for name, value in result.items()} | {"moved": rate}], quick=quick
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

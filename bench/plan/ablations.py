@@ -41,6 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "long rows in 0.05 of the steps": {"long_ratio": 0.05},
     "long rows in 0.2 of the steps": {"long_ratio": 0.2},
     "rows of 512": {"seq_len": 512, "batch_size": 4, "long_ratio": 0.0},
+    "no n-gram embedding": {"model": {"ngram_orders": ()}},
+    "keys not smeared": {"model": {"smear_keys": False}},
     "n-gram tables of 131,072 rows": {"model": {"ngram_buckets": 131_072}},
     "n-gram orders 2, 3 and 4": {"model": {"ngram_orders": (2, 3, 4)}},
     "lr_ngram 0.025": {"optim": {"lr_ngram": 0.025}},

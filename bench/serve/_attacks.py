@@ -130,10 +130,8 @@ def valid(r: Random, target: Target, path: str) -> dict[str, Any]:
         TEXT: {"model": target.model, "prompt": "x = ", "max_tokens": 1},
         CHAT: {"model": target.model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
         RESPONSES: {"model": target.model, "input": "a", "max_output_tokens": 1},
-        EMBEDDINGS: {"model": target.model, "input": "a"},
-        TOKENIZE: {"prompt": "a"},
-        DETOKENIZE: {"tokens": [1, 2]},
-    }.get(path, {"replica": "nobody"})
+        EMBEDDINGS: {"model": target.model, "input": "a"}, TOKENIZE: {"prompt": "a"}, DETOKENIZE: {"tokens": [1, 2]},
+    }.get(path, {"replica": "nobody"})  # fmt: skip
 
 
 def streaming(target: Target, **fields: Any) -> bytes:
@@ -150,16 +148,9 @@ def random_bytes(r: Random, t: Target) -> bytes:
 
 @kind
 def bad_request_line(r: Random, t: Target) -> Attack:
-    line = r.choice(
-        [
-            "GET",
-            "GET  / HTTP/1.1",
-            "GET / HTTP/9.9",
-            "GET / HTTP/1.1 x",
-            " GET / HTTP/1.1",
-            "G\x00T / HTTP/1.1",
-        ]
-    )
+    line = r.choice([
+        "GET", "GET  / HTTP/1.1", "GET / HTTP/9.9", "GET / HTTP/1.1 x", " GET / HTTP/1.1", "G\x00T / HTTP/1.1",
+    ])  # fmt: skip
     return Attack((f"{line}\r\nhost: localhost\r\n\r\n".encode(),), hold=0.2)
 
 
@@ -192,29 +183,19 @@ def path_traversal(r: Random, t: Target) -> bytes:
 @kind
 def odd_encodings_in_paths(r: Random, t: Target) -> bytes:
     return get(
-        r.choice(
-            [
-                "/%ff%fe",
-                "/static/%c0%ae%c0%ae/",
-                "/%",
-                "/%zz",
-                "/v1/models/%ed%a0%80",
-                "//",
-                "/?" + "&" * 5000,
-            ]
-        ),
+        r.choice(["/%ff%fe", "/static/%c0%ae%c0%ae/", "/%", "/%zz", "/v1/models/%ed%a0%80", "//",
+            "/?" + "&" * 5000]),
         t,
-    )
+    )  # fmt: skip
 
 
 @kind
 def absolute_targets(r: Random, t: Target) -> bytes:
     return get(
-        r.choice(
-            ["http://evil.com/v1/models", "http://localhost/health", "*", "//evil.com/health", "localhost:80"]
-        ),
+        r.choice(["http://evil.com/v1/models", "http://localhost/health", "*", "//evil.com/health",
+            "localhost:80"]),
         t,
-    )
+    )  # fmt: skip
 
 
 @kind
@@ -255,18 +236,9 @@ def header_names(r: Random, t: Target) -> Attack:
 
 @kind
 def foreign_hosts(r: Random, t: Target) -> bytes:
-    host = r.choice(
-        [
-            "evil.com",
-            "127.0.0.1.evil.com",
-            "[::1].evil",
-            "[::1",
-            "localhost@evil.com",
-            "localhost:99999999",
-            "",
-            None,
-        ]
-    )
+    host = r.choice([
+        "evil.com", "127.0.0.1.evil.com", "[::1].evil", "[::1", "localhost@evil.com", "localhost:99999999", "", None,
+    ])  # fmt: skip
     path = r.choice(["/health", "/v1/models", "/", REPLICAS, "/v1/router/advice"])
     return request(path, method="GET", headers={"host": host}, key=t.key)
 
@@ -303,16 +275,9 @@ def csrf_forms(r: Random, t: Target) -> bytes:
 
 @kind
 def odd_content_types(r: Random, t: Target) -> bytes:
-    name = r.choice(
-        [
-            "application/json; charset=utf-7",
-            "application/json;" * 500,
-            "json",
-            "application/x+json",
-            "*/*",
-            "a/b/c",
-        ]
-    )
+    name = r.choice([
+        "application/json; charset=utf-7", "application/json;" * 500, "json", "application/x+json", "*/*", "a/b/c",
+    ])  # fmt: skip
     return post(r.choice(POSTS), valid(r, t, TEXT), t, {"content-type": name})
 
 
@@ -353,15 +318,10 @@ def smuggling_in_body(r: Random, t: Target) -> Attack:
 @kind
 def bad_chunks(r: Random, t: Target) -> Attack:
     head = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
-    chunk = r.choice(
-        [
-            "zz\r\n{}\r\n",
-            "-5\r\n{}",
-            "ffffffffffffffffff\r\n{}",
-            "2;" + "a" * 50_000 + "\r\n{}\r\n0\r\n\r\n",
-            "2\r\n{}X",
-        ]
-    )
+    chunk = r.choice([
+        "zz\r\n{}\r\n", "-5\r\n{}", "ffffffffffffffffff\r\n{}", "2;" + "a" * 50_000 + "\r\n{}\r\n0\r\n\r\n",
+        "2\r\n{}X",
+    ])  # fmt: skip
     return Attack((head.encode() + chunk.encode(),), hold=0.2)
 
 
@@ -395,11 +355,8 @@ def too_large_bodies(r: Random, t: Target) -> bytes:
 @kind
 def compressed_bodies(r: Random, t: Target) -> bytes:
     return post(
-        TEXT,
-        gzip.compress(b" " * t.n(10_000_000)),
-        t,
-        {"content-encoding": r.choice(["gzip", "br", "deflate"])},
-    )
+        TEXT, gzip.compress(b" " * t.n(10_000_000)), t, {"content-encoding": r.choice(["gzip", "br", "deflate"])},
+    )  # fmt: skip
 
 
 @kind
@@ -411,19 +368,10 @@ def expectations(r: Random, t: Target) -> bytes:
 def upgrades(r: Random, t: Target) -> Attack:
     protocol = r.choice(["websocket", "h2c", "x" * 500])
     return Attack(
-        (
-            get(
-                "/",
-                t,
-                **{
-                    "connection": "Upgrade, HTTP2-Settings",
-                    "upgrade": protocol,
-                    "sec-websocket-version": "13",
-                },
+        (get("/", t, **{"connection": "Upgrade, HTTP2-Settings", "upgrade": protocol, "sec-websocket-version": "13"}),
             ),
-        ),
         hold=0.2,
-    )
+    )  # fmt: skip
 
 
 @kind
@@ -513,15 +461,9 @@ def json_numbers(r: Random, t: Target) -> bytes:
 @kind
 def deep_lists(r: Random, t: Target) -> bytes:
     n = r.choice([60, 100, 1000, t.n(2_000_000)])
-    path, field = r.choice(
-        [
-            (TEXT, "prompt"),
-            (CHAT, "messages"),
-            (RESPONSES, "input"),
-            (EMBEDDINGS, "input"),
-            (DRAIN, "replica"),
-        ]
-    )
+    path, field = r.choice([
+        (TEXT, "prompt"), (CHAT, "messages"), (RESPONSES, "input"), (EMBEDDINGS, "input"), (DRAIN, "replica"),
+    ])  # fmt: skip
     return post(
         path, b'{"model":"%s","%s":' % (t.model.encode(), field.encode()) + b"[" * n + b"]" * n + b"}", t
     )
@@ -562,18 +504,10 @@ def giant_inner_lists(r: Random, t: Target) -> bytes:
 
 @kind
 def broken_unicode(r: Random, t: Target) -> bytes:
-    bad = r.choice(
-        [
-            b"\\ud800",
-            b"\\udc00\\ud800",
-            b"\xff\xfe",
-            b"\xed\xa0\x80",
-            b"\xc0\xaf",
-            b"\xf4\x90\x80\x80",
-            b"\\u12",
-            b"\\x41",
-        ]
-    )
+    bad = r.choice([
+        b"\\ud800", b"\\udc00\\ud800", b"\xff\xfe", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf4\x90\x80\x80", b"\\u12",
+        b"\\x41",
+    ])  # fmt: skip
     return post(
         TEXT,
         b'{"model":"%s","max_tokens":1,"prompt":"%s"}' % (t.model.encode(), bad * r.choice([1, 1000])),
@@ -605,18 +539,9 @@ def wrong_top_level(r: Random, t: Target) -> bytes:
 def wrong_types(r: Random, t: Target) -> bytes:
     path = r.choice(PATHS)
     fields = [
-        "temperature",
-        "n",
-        "stop",
-        "stream",
-        "logprobs",
-        "seed",
-        "user",
-        "priority",
-        "logit_bias",
-        "metadata",
+        "temperature", "n", "stop", "stream", "logprobs", "seed", "user", "priority", "logit_bias", "metadata",
         "tools",
-    ]
+    ]  # fmt: skip
     body = valid(r, t, path)
     value = r.choice([None, True, -1, 1.5, "a", [], {}, [[]], [None], {"a": []}, 10**30, "1", [1, "a"]])
     return post(path, body | {r.choice([*fields, *body]): value}, t)
@@ -641,28 +566,13 @@ def huge_prompts(r: Random, t: Target) -> bytes:
 
 @kind
 def token_ids(r: Random, t: Target) -> bytes:
-    ids = r.choice(
-        [
-            [10**6],
-            [-1],
-            [2**31],
-            [True],
-            [1.5],
-            [None],
-            [2**70],
-            [0] * 2000,
-            [[1], []],
-            [["a"]],
-            list(range(500)),
-        ]
-    )
-    return r.choice(
-        [
-            text(t, prompt=ids),
-            post(DETOKENIZE, {"tokens": ids}, t),
-            post(EMBEDDINGS, {"model": t.model, "input": ids}, t),
-        ]
-    )
+    ids = r.choice([
+        [10**6], [-1], [2**31], [True], [1.5], [None], [2**70], [0] * 2000, [[1], []], [["a"]], list(range(500)),
+    ])  # fmt: skip
+    return r.choice([
+        text(t, prompt=ids), post(DETOKENIZE, {"tokens": ids}, t),
+        post(EMBEDDINGS, {"model": t.model, "input": ids}, t),
+    ])  # fmt: skip
 
 
 @kind
@@ -689,32 +599,19 @@ def many_messages(r: Random, t: Target) -> bytes:
 
 @kind
 def odd_messages(r: Random, t: Target) -> bytes:
-    turn = r.choice(
-        [
-            {"role": "king"},
-            {"role": "tool"},
-            {"role": "user", "content": []},
-            {"role": "user", "name": "x" * 5000},
-            {},
-        ]
-    )
+    turn = r.choice([
+        {"role": "king"}, {"role": "tool"}, {"role": "user", "content": []}, {"role": "user", "name": "x" * 5000},
+        {},
+    ])  # fmt: skip
     return chat(t, messages=[turn] * r.randint(1, 3))
 
 
 @kind
 def stop_strings(r: Random, t: Target) -> bytes:
-    stop = r.choice(
-        [
-            ["a"] * 16,
-            ["ab" * 2000] * 16,
-            ["a"] * 17,
-            "",
-            "\x00",
-            ["é" * 4000],
-            "x" * 4097,
-            [chr(97 + i) for i in range(16)],
-        ]
-    )
+    stop = r.choice([
+        ["a"] * 16, ["ab" * 2000] * 16, ["a"] * 17, "", "\x00", ["é" * 4000], "x" * 4097,
+        [chr(97 + i) for i in range(16)]
+    ])  # fmt: skip
     return text(t, stop=stop, max_tokens=20)
 
 
@@ -740,35 +637,19 @@ def scored_prompts(r: Random, t: Target) -> bytes:
 
 @kind
 def logit_biases(r: Random, t: Target) -> bytes:
-    bias = r.choice(
-        [
-            {"-1": 1},
-            {"a": 1},
-            {"1e3": 1},
-            {"٣": 1},
-            {"1": 1e9},
-            {str(i): -100 for i in range(280)},
-            {"9" * 4000: 1},
-        ]
-    )
+    bias = r.choice([
+        {"-1": 1}, {"a": 1}, {"1e3": 1}, {"٣": 1}, {"1": 1e9}, {str(i): -100 for i in range(280)}, {"9" * 4000: 1}
+    ])  # fmt: skip
     return text(t, logit_bias=bias, n=r.choice([1, 8]))
 
 
 @kind
 def sampling_extremes(r: Random, t: Target) -> bytes:
-    name, value = r.choice(
-        [
-            ("temperature", 1e-308),
-            ("top_p", 1e-308),
-            ("repetition_penalty", 1e-300),
-            ("min_p", 1.0),
-            ("top_k", 2**31),
-            ("presence_penalty", -2),
-            ("repetition_penalty", 100),
-            ("temperature", 2),
-            ("frequency_penalty", 2),
-        ]
-    )
+    name, value = r.choice([
+        ("temperature", 1e-308), ("top_p", 1e-308), ("repetition_penalty", 1e-300), ("min_p", 1.0),
+        ("top_k", 2**31), ("presence_penalty", -2), ("repetition_penalty", 100), ("temperature", 2),
+        ("frequency_penalty", 2),
+    ])  # fmt: skip
     return text(t, **{name: value, "max_tokens": 8})
 
 
@@ -776,16 +657,9 @@ def sampling_extremes(r: Random, t: Target) -> bytes:
 def seeds_and_priorities(r: Random, t: Target) -> bytes:
     return text(
         t,
-        **r.choice(
-            [
-                {"seed": 2**63 - 1, "n": 3},
-                {"seed": -(2**63)},
-                {"seed": 2**64},
-                {"priority": -1000},
-                {"priority": 2000},
-            ]
-        ),
-    )
+        **r.choice([{"seed": 2**63 - 1, "n": 3}, {"seed": -(2**63)}, {"seed": 2**64}, {"priority": -1000},
+            {"priority": 2000}]),
+    )  # fmt: skip
 
 
 @kind
@@ -813,11 +687,9 @@ def stream_options(r: Random, t: Target) -> bytes:
 def nested_regexes(r: Random, t: Target) -> bytes:
     a, n = r.choice("abcdefgh"), r.randint(500, 1000)
     patterns = [
-        f"(({a}{{1000}}){{1000}}){{{n}}}",
-        f"((x{{1,{n}}}y?){{1,100}}z?){{1,100}}",
-        f"({a}|b)*{a}({a}|b){{{n}}}",
+        f"(({a}{{1000}}){{1000}}){{{n}}}", f"((x{{1,{n}}}y?){{1,100}}z?){{1,100}}", f"({a}|b)*{a}({a}|b){{{n}}}",
         f"(a*)*{{{n}}}",
-    ]
+    ]  # fmt: skip
     return text(t, regex=r.choice(patterns), max_tokens=8)
 
 
@@ -835,13 +707,9 @@ def large_regexes(r: Random, t: Target) -> bytes:
 @kind
 def recursive_grammars(r: Random, t: Target) -> bytes:
     rules = [
-        'start: start start | ""',
-        'start: s\ns: s s s | "a" | ""',
-        "start: a\na: start",
-        'start: "(" start ")"?',
-        "",
-        "start:",
-    ]
+        'start: start start | ""', 'start: s\ns: s s s | "a" | ""', "start: a\na: start", 'start: "(" start ")"?',
+        "", "start:",
+    ]  # fmt: skip
     return text(t, grammar=r.choice(rules), max_tokens=8)
 
 
@@ -849,11 +717,8 @@ def recursive_grammars(r: Random, t: Target) -> bytes:
 def large_grammars(r: Random, t: Target) -> bytes:
     n = t.n(1500)
     alternatives = (
-        "start: "
-        + " | ".join(f"T{i}" for i in range(n))
-        + "\n"
-        + "\n".join(f"T{i}: /[a-z]*{i}/" for i in range(n))
-    )
+        "start: " + " | ".join(f"T{i}" for i in range(n)) + "\n" + "\n".join(f"T{i}: /[a-z]*{i}/" for i in range(n))
+    )  # fmt: skip
     repeats = f'start: b{{{r.randint(100, 1000)}}}\nb: c{{1000}}\nc: "a"'
     return text(
         t, grammar=r.choice([alternatives[:65_000], repeats, 'start: "' + "a" * 60_000 + '"']), max_tokens=4
@@ -884,32 +749,19 @@ def large_schemas(r: Random, t: Target) -> bytes:
         "type": "object",
         "properties": {f"f{i}": {"type": "string", "pattern": f"^[a-z]{{1,{i + 1}}}$"} for i in range(n)},
     }
-    choices = {
-        "anyOf": [
-            {"type": "object", "required": [f"a{i}"], "properties": {f"a{i}": {"minimum": i}}}
-            for i in range(n)
-        ]
-    }
+    choices = {"anyOf": [
+        {"type": "object", "required": [f"a{i}"], "properties": {f"a{i}": {"minimum": i}}} for i in range(n)
+    ]}  # fmt: skip
     return with_schema(t, r.choice([deep, wide, choices, {"enum": [f"e{i}" for i in range(20 * n)]}]))
 
 
 @kind
 def odd_schemas(r: Random, t: Target) -> bytes:
-    schema = r.choice(
-        [
-            {"$ref": "#"},
-            {"$ref": "http://evil.com/a"},
-            {"$ref": "file:///etc/passwd"},
-            {"type": "x"},
-            {"type": 5},
-            {"pattern": "("},
-            {"minLength": 10**18},
-            {"minItems": 10**9, "type": "array"},
-            {"not": {}},
-            {"type": []},
-            {"x-guidance": {"lazy": 1}},
-        ]
-    )
+    schema = r.choice([
+        {"$ref": "#"}, {"$ref": "http://evil.com/a"}, {"$ref": "file:///etc/passwd"}, {"type": "x"}, {"type": 5},
+        {"pattern": "("}, {"minLength": 10**18}, {"minItems": 10**9, "type": "array"}, {"not": {}}, {"type": []},
+        {"x-guidance": {"lazy": 1}},
+    ])  # fmt: skip
     return with_schema(t, schema)
 
 
@@ -945,50 +797,29 @@ def tool_calls_in_messages(r: Random, t: Target) -> bytes:
 
 @kind
 def template_variables(r: Random, t: Target) -> bytes:
-    value = r.choice(
-        [
-            {"messages": []},
-            {"a": "{{ 7*7 }}"},
-            {"range": 1},
-            {"x" * 5000: 1},
-            {"enable_thinking": [[]]},
-            {"self": {}},
-        ]
-    )
+    value = r.choice([
+        {"messages": []}, {"a": "{{ 7*7 }}"}, {"range": 1}, {"x" * 5000: 1}, {"enable_thinking": [[]]}, {"self": {}},
+    ])  # fmt: skip
     return chat(t, chat_template_kwargs=value)
 
 
 @kind
 def images(r: Random, t: Target) -> bytes:
-    url = r.choice(
-        [
-            "file:///etc/passwd",
-            "http://169.254.169.254/",
-            "data:image/png;base64,AAAA",
-            "data:," + "A" * t.n(2_000_000),
-        ]
-    )
+    url = r.choice([
+        "file:///etc/passwd", "http://169.254.169.254/", "data:image/png;base64,AAAA",
+        "data:," + "A" * t.n(2_000_000),
+    ])  # fmt: skip
     return chat(t, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
 
 
 @kind
 def responses_requests(r: Random, t: Target) -> bytes:
-    fields = r.choice(
-        [
-            {"input": []},
-            {"input": [{}]},
-            {"input": {}},
-            {"tools": []},
-            {"store": True},
-            {"previous_response_id": "../a"},
-            {"stream": True},
-            {"instructions": "x" * t.n(2000000)},
-            {"metadata": {"a": 1}},
-            {"max_output_tokens": 10**9},
-            {"text": {"format": {"type": "json_schema", "name": "a"}}},
-            {"text": {"format": {"type": "json_object"}}},
-        ]
-    )
+    fields = r.choice([
+        {"input": []}, {"input": [{}]}, {"input": {}}, {"tools": []}, {"store": True},
+        {"previous_response_id": "../a"}, {"stream": True}, {"instructions": "x" * t.n(2000000)},
+        {"metadata": {"a": 1}}, {"max_output_tokens": 10**9},
+        {"text": {"format": {"type": "json_schema", "name": "a"}}}, {"text": {"format": {"type": "json_object"}}},
+    ])  # fmt: skip
     return post(RESPONSES, valid(r, t, RESPONSES) | fields, t)
 
 
@@ -1003,15 +834,10 @@ def embedding_inputs(r: Random, t: Target) -> bytes:
 
 @kind
 def tokenize_requests(r: Random, t: Target) -> bytes:
-    body = r.choice(
-        [
-            {},
-            {"prompt": "a", "messages": []},
-            {"messages": []},
-            {"prompt": None},
-            {"prompt": "a " * 9000, "model": "x"},
-        ]
-    )
+    body = r.choice([
+        {}, {"prompt": "a", "messages": []}, {"messages": []}, {"prompt": None},
+        {"prompt": "a " * 9000, "model": "x"},
+    ])  # fmt: skip
     return post(TOKENIZE, body, t)
 
 
@@ -1020,19 +846,10 @@ def tokenize_requests(r: Random, t: Target) -> bytes:
 
 @kind
 def bad_keys(r: Random, t: Target) -> Attack:
-    key = r.choice(
-        [
-            "Bearer",
-            "Bearer ",
-            "Basic YTpi",
-            "Bearer wk-a-b",
-            "Bearer " + "k" * 9000,
-            "bearer é",
-            "Bearer wk--",
-            "\t",
-            "Bearer a b",
-        ]
-    )
+    key = r.choice([
+        "Bearer", "Bearer ", "Basic YTpi", "Bearer wk-a-b", "Bearer " + "k" * 9000, "bearer é", "Bearer wk--", "\t",
+        "Bearer a b",
+    ])  # fmt: skip
     return Attack((post(TEXT, valid(r, t, TEXT), t, {"authorization": key}),), denied=bool(t.valid_key))
 
 
@@ -1059,16 +876,10 @@ def keys_in_odd_places(r: Random, t: Target) -> Attack:
 @kind
 def protected_paths(r: Random, t: Target) -> Attack:
     """Paths that resemble public ones."""
-    path = r.choice(
-        [
-            "/metrics",
-            "/v1/models",
-            "/v1/engine/state",
-            "/static/../v1/models",
-            "/static/%2e%2e/metrics",
-            "/health/../metrics",
-        ]
-    )
+    path = r.choice([
+        "/metrics", "/v1/models", "/v1/engine/state", "/static/../v1/models", "/static/%2e%2e/metrics",
+        "/health/../metrics",
+    ])  # fmt: skip
     prefix = r.choice(["", "", "/static/..", "/health/..", "/"])
     return Attack((request(prefix + path, method="GET"),), denied=bool(t.valid_key))
 
@@ -1101,14 +912,8 @@ def admin_paths(r: Random, t: Target) -> bytes:
 @kind
 def monitoring_floods(r: Random, t: Target) -> Attack:
     paths = [
-        "/health",
-        "/health/live",
-        "/health/ready",
-        "/metrics",
-        "/v1/engine/state",
-        "/openapi.json",
-        "/v1/models",
-    ]
+        "/health", "/health/live", "/health/ready", "/metrics", "/v1/engine/state", "/openapi.json", "/v1/models",
+    ]  # fmt: skip
     return Attack(
         (b"".join(get(p, t, connection="keep-alive") for p in r.choices(paths, k=30)) + get("/health", t),)
     )

@@ -20,17 +20,8 @@ import psutil
 
 MAX_POINTS = 60  # of a series of memory
 OPTIONS = [
-    "--name",
-    "tiny",
-    "--dtype",
-    "float32",
-    "--threads",
-    "1",
-    "--max-model-len",
-    "1024",
-    "--kv-cache-memory",
-    "0.05",
-]
+    "--name", "tiny", "--dtype", "float32", "--threads", "1", "--max-model-len", "1024", "--kv-cache-memory", "0.05",
+]  # fmt: skip
 
 
 def write_model(folder: Path) -> None:

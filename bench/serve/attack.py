@@ -1,7 +1,7 @@
 """The attack corpus against `whorl serve`, in waves of all kinds, while other clients work.
 
     python bench/serve/attack.py --quick     # 18 seconds
-    python bench/serve/attack.py [--seconds 3600] [--replicas 2] [--route] [--keys] [--browser] [--seed 0] [--scale 1]
+    python bench/serve/attack.py [--seconds 3600] [--replicas 2] [--route] [--keys] [--seed 0] [--scale 1]
 
 A small model of random weights is served on this machine. Each wave sends one attack of every kind (`_attacks.py`), 16 at
 once. A greedy control request follows each wave; its text must not change. Figures:
@@ -13,10 +13,9 @@ once. A greedy control request follows each wave; its text must not change. Figu
 - the speed of the other client's stream, alone and under attack
 - with `--keys`: attacks have no key, a wrong one, or one of small limits. A key is revoked during a stream in each wave, and
   another sends more than its limit (`_key_checks.py`)
-- with `--browser`: messages of a page in headless Chromium, sent and answered (`_conversation.py`)
 
-`--route` starts the servers alone and gives their addresses to `whorl route`. The attacker, the other clients and the
-browser run at lower priority than the server (nice 10), so that their own work disturbs it less. They still use the same
+`--route` starts the servers alone and gives their addresses to `whorl route`. The attacker and the other clients
+run at lower priority than the server (nice 10), so that their own work disturbs it less. They still use the same
 cores, which adds to delays and lowers speeds on a small machine.
 """
 
@@ -30,8 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import httpx2 as httpx
 from bench._run import claim, parse, sized
 from bench.serve._attacks import KINDS, Target, one_of_each, targets_with_keys
-from bench.serve._conversation import Conversation, conversation
 from bench.serve._key_checks import UsedLimit, authorization, seconds_until_revoked, use_up_limit
 from bench.serve._servers import Servers, write_model
 from bench.serve._traffic import Counts, wave
@@ -50,7 +47,6 @@ WARM_WAVES = 3
 NICE = 10
 ALONE_SECONDS = sized(5.0, 1.0)
 LIMIT_SECONDS = sized(60.0, 1.0)
-MESSAGE_SECONDS = sized(20.0, 1.0)
 CONTROL = {"model": "tiny", "prompt": "def f(", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
 STREAM = {"model": "tiny", "prompt": "x = ", "max_tokens": 64, "ignore_eos": True, "stream": True}
 GAUGES = ("delay", "own")
@@ -76,7 +72,6 @@ class Observed:
     failed_streams: int = 0
     revoked: list[float] = field(default_factory=list)  # seconds until a stream ended
     limit: UsedLimit | None = None
-    browser: Conversation | str = "not requested"
 
 
 @dataclass(frozen=True)
@@ -163,17 +158,13 @@ async def one_wave(
 async def run(servers: Servers, keys: Keys | None, args: Any) -> Observed:
     seen, own = Observed(), authorization(keys.own if keys is not None else "")
     url = f"http://127.0.0.1:{servers.port}"
-    async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120, headers=own))
+    async with httpx.AsyncClient(base_url=url, timeout=120, headers=own) as client:
         await wait_until_ready(client, servers)
         text = await control_text(client)
         alone = asyncio.create_task(stream_forever(client, seen, seen.alone))
         await asyncio.sleep(ALONE_SECONDS)
         alone.cancel()
         seen.delays_before = await loop_delays(client, servers)
-        if args.browser:
-            person = conversation(url, keys.own if keys is not None else "", MESSAGE_SECONDS)
-            seen.browser = await stack.enter_async_context(person)
         reader = asyncio.create_task(stream_forever(client, seen, seen.attacked))
         limit = (
             asyncio.create_task(use_up_limit(client, keys.file, LIMIT_SECONDS)) if keys is not None else None
@@ -215,7 +206,7 @@ def report(seen: Observed, servers: Servers, args: Any) -> None:
             "delays": seen.delays, "delays_before": seen.delays_before,
         }
     ]  # fmt: skip
-    options = "".join(f"-{name}" for name in ("route", "keys", "browser") if getattr(args, name))
+    options = "".join(f"-{name}" for name in ("route", "keys") if getattr(args, name))
     options = (f"-{args.replicas}replicas" if args.replicas > 1 else "") + options
     delay, own_delay = seen.delays["delay"][0], seen.delays["own"][0]
     harmless = not counts.bad and not seen.changed
@@ -236,16 +227,6 @@ def report(seen: Observed, servers: Servers, args: Any) -> None:
     )  # fmt: skip
     if seen.limit is not None:
         report_keys(seen.limit, seen.revoked, options, args.quick)
-    if isinstance(seen.browser, Conversation):
-        found = seen.browser
-        claim(
-            "messages of a page in a browser answered under attack", ours=found.answered, peer=found.sent,
-            unit="messages", ratio=found.answered / max(1, found.sent), bar=1.0,
-            ok=found.sent > 0 and found.answered == found.sent and not found.errors, samples=[asdict(found)],
-            peer_name="sent", variant=f"page{options}", quick=args.quick,
-        )  # fmt: skip
-    elif args.browser:
-        print(f"no conversation in a browser: {seen.browser}")
     claim(
         "speed of another client's stream under attack", ours=attacked, peer=alone, unit="tokens/s",
         ratio=attacked / alone, bar=MIN_SPEED, ok=attacked >= MIN_SPEED * alone, samples=samples,
@@ -282,7 +263,6 @@ def main() -> None:
             "--route", action="store_true", help="`whorl route` in front of servers started alone"
         )
         parser.add_argument("--keys", action="store_true", help="the server requires API keys")
-        parser.add_argument("--browser", action="store_true", help="a conversation in Chromium meanwhile")
         parser.add_argument("--seed", type=int, default=0, help="of the first wave")
         parser.add_argument("--scale", type=float, default=1.0, help="of the largest bodies; 1 is 4 MB")
 

@@ -49,17 +49,9 @@ def main() -> None:
     assert all(m.tolist() == o.ids for m, o in zip(mine, other, strict=True)), "the encodings differ"
     a, b = statistics.median(speeds[0]), statistics.median(speeds[1])
     claim(
-        "batch encoding",
-        ours=a,
-        peer=b,
-        peer_name="Hugging Face tokenizers",
-        unit="MB/s",
-        ratio=a / b,
-        bar=4.0,
-        ok=a / b >= 4.0,
-        samples=list(speeds),
-        quick=args.quick,
-    )
+        "batch encoding", ours=a, peer=b, peer_name="Hugging Face tokenizers", unit="MB/s", ratio=a / b, bar=4.0,
+        ok=a / b >= 4.0, samples=list(speeds), quick=args.quick,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

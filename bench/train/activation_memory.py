@@ -134,17 +134,11 @@ def main() -> None:
     share, slower = least.kept / all_.kept, least.seconds / all_.seconds
     within = all(s["kept"] <= 1.002 * s["budget"] for s in samples)
     claim(
-        "bytes of activations with checkpointing; step time at most 1.5 times, no budget exceeded",
-        ours=least.kept,
-        peer=all_.kept,
-        peer_name="all activations kept",
-        unit="bytes kept",
-        ratio=share,
-        bar=BYTES_BAR,
+        "bytes of activations with checkpointing; step time at most 1.5 times, no budget exceeded", ours=least.kept,
+        peer=all_.kept, peer_name="all activations kept", unit="bytes kept", ratio=share, bar=BYTES_BAR,
         ok=share <= BYTES_BAR and slower <= TIME_BAR and within,
-        samples=[*samples, {"slower": round(slower, 3), "within": within}],
-        quick=a.quick,
-    )
+        samples=[*samples, {"slower": round(slower, 3), "within": within}], quick=a.quick,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -117,17 +117,10 @@ def main() -> None:
         f"the measurements take {share:.2%} of it, the dashboard {board:.2%} of one core"
     )
     claim(
-        "a step with layer statistics; their share at most 1 %",
-        ours=step[True],
-        peer=step[False],
-        peer_name="without statistics",
-        unit="s/step",
-        ratio=share,
-        bar=BAR,
-        ok=share <= BAR,
-        samples=[*shares, {"dashboard": board}],
-        quick=quick,
-    )
+        "a step with layer statistics; their share at most 1 %", ours=step[True], peer=step[False],
+        peer_name="without statistics", unit="s/step", ratio=share, bar=BAR, ok=share <= BAR,
+        samples=[*shares, {"dashboard": board}], quick=quick,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

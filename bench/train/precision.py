@@ -1,6 +1,6 @@
 """Held-out bits per byte of one small text model, trained in each precision on the same batches.
 
-    python bench/train/precision.py --folder DIR [--seconds 110] [--steps 500] [--seeds 6] [--time]
+    python bench/train/precision.py [--steps 500] [--seeds 6] [--time]
     python bench/train/precision.py --quick      # the claim's precisions: one seed, 20 steps, no step times
 
 A decoder of 3 layers and width 64 trains on the standard library's source. For each seed every precision starts from
@@ -10,9 +10,7 @@ by as much as rounding to bf16 would. Training amplifies such a change. A precis
 control has no visible cost in these runs. (Another order of sums in fp32 is a far smaller change: it moved the result
 by less than 1e-6.)
 
-Each run takes about a minute; results and checkpoints are kept in DIR, and the same command continues with the missing
-runs, for `--seconds` (0: until all are done). `--time` times a step of each, in turn, as medians; it needs a quiet
-machine. The table is written to DIR/precision.md.
+Each run takes about a minute. `--time` times a step of each, in turn, as medians; it needs a quiet machine.
 
 On a CPU, fp8 is an emulation (rounding as on a GPU, sums in fp32), so its bits are valid and its time is not. The same
 holds for fp16, which most CPUs multiply many times slower than fp32. Here the layers' products are computed in fp32
@@ -23,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import json
 import math
 import shutil
 import statistics
@@ -205,58 +202,28 @@ def _spread(values: list[float]) -> tuple[float, float]:
 
 def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "whorl-precision")
-        parser.add_argument(
-            "--seconds", type=float, default=0.0, help="stop after the run that passes this; 0: never"
-        )
         parser.add_argument("--steps", type=int, default=500)
         parser.add_argument("--seeds", type=int, default=6)
         parser.add_argument("--time", action="store_true", help="time steps too (a quiet machine)")
         parser.add_argument("--quick", action="store_true")
 
     a = parse(__doc__, arguments, smoke={"quick": True})
-    if smoke():
-        a.folder = Path(tempfile.mkdtemp())
-        atexit.register(shutil.rmtree, a.folder, ignore_errors=True)
-    began, steps = time.monotonic(), sized(20, 2) if a.quick else a.steps
+    a.folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, a.folder, ignore_errors=True)
+    steps = sized(20, 2) if a.quick else a.steps
     torch.set_num_threads(1)
     tokens = token_set(a.folder / "tokens")
-    kept = a.folder / f"results-{steps}.jsonl"
-    new = a.quick and not smoke()  # without results of earlier runs
-    records = (
-        [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() and not new else []
-    )
     found: dict[str, dict[int, float]] = {}
-    for record in records:
-        found.setdefault(record["kind"], {})[record["seed"]] = record["bits"]
-    missing = 0
-    kinds = list(KINDS)[:3] if new else list(KINDS)
-    pieces = [(seed, name) for seed in range(1 if a.quick else a.seeds) for name in kinds]
-    for seed, name in sorted(pieces, key=lambda piece: "fp16" in piece[1]):  # the slowest last
-        change, _ = KINDS[name]
-        if seed in found.get(name, {}):
-            continue
-        if a.seconds and time.monotonic() - began > a.seconds:
-            missing += 1
-            continue
-        start = time.monotonic()
-        scratch = a.folder / f"{steps}-{seed}-{list(KINDS).index(name)}"
-        with perturbed_weights(name == CONTROL):
-            value = bits(tokens, scratch, job_of(tokens, steps, seed, change), 1 if a.quick else None)
-        found.setdefault(name, {})[seed] = value
-        with kept.open("a") as file:
-            file.write(json.dumps({"kind": name, "seed": seed, "bits": value}) + "\n")
-        print(f"{name:40} seed {seed}: {value:.4f} ({time.monotonic() - start:.0f} s)", flush=True)
-    timed = a.folder / "times.json"
-    if a.time or smoke():
-        timed.write_text(json.dumps(step_times(tokens, sized(9, 1))))
-    times = json.loads(timed.read_text()) if timed.exists() and not new else {}
-    lines = table(found, times)
-    (a.folder / "precision.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
-    if missing:
-        print(f"{missing} runs are missing: the same command continues with them")
-        return
+    kinds = list(KINDS)[:3] if a.quick and not smoke() else list(KINDS)
+    for seed in range(1 if a.quick else a.seeds):
+        for name in kinds:
+            with perturbed_weights(name == CONTROL):
+                job = job_of(tokens, steps, seed, KINDS[name][0])
+                value = bits(tokens, a.folder / "scratch", job, 1 if a.quick else None)
+            found.setdefault(name, {})[seed] = value
+            print(f"{name:40} seed {seed}: {value:.4f}", flush=True)
+    times = step_times(tokens, sized(9, 1)) if a.time or smoke() else {}
+    print("\n".join(table(found, times)))
     base, ours = (statistics.mean(found[name].values()) for name in (BASE, "bf16, fp32 masters"))
     differences = [found[CONTROL][seed] - value for seed, value in found[BASE].items()]
     noise = (sum(n * n for n in differences) / len(differences)) ** 0.5 / len(differences) ** 0.5

@@ -24,19 +24,12 @@ from bench._run import claim, parse, sized
 from bench.vision._recipes import run_seed
 
 SMALL = [
-    "images.train_scenes=128",
-    "images.test_scenes=32",
-    "clip.steps=3",
-    "sft.data.epochs=1",
-    "captioner.steps=3",
-]
+    "images.train_scenes=128", "images.test_scenes=32", "clip.steps=3", "sft.data.epochs=1", "captioner.steps=3",
+]  # fmt: skip
 QUICK = [
-    "images.train_scenes=1600",
-    "images.test_scenes=200",
-    "clip.steps=150",
-    "sft.data.epochs=3",
+    "images.train_scenes=1600", "images.test_scenes=200", "clip.steps=150", "sft.data.epochs=3",
     "captioner.steps=70",
-]
+]  # fmt: skip
 # (step, its figure) -> (name, bar)
 BARS = {
     ("clip", "held-out images"): ("recall", 0.95),

@@ -1,7 +1,6 @@
 """Transfer of the best learning rate from a narrow to a wide model: sweeps of the rate at four widths.
 
     python bench/train/optim/mup_transfer.py                  # all runs, then the picture: 15 minutes on two quiet cores
-    python bench/train/optim/mup_transfer.py --seconds 100    # starts runs for that time; call again to continue
     python bench/train/optim/mup_transfer.py --draw           # tables and docs/training_mup.png from the existing results
     python bench/train/optim/mup_transfer.py --quick          # two widths, few steps: only checks that it runs
 
@@ -13,8 +12,7 @@ default rates, and with muP for the weights that AdamW trains. In each, *all* ra
 
 For each method the script reports the best k at each width, its shift from width 64 to 512, and the loss at 512 from
 using the k of width 64. The best k is the vertex of a parabola through the lowest point and its neighbours, as the
-minimum is flat and the grid coarse. Every run is added to the results when it ends and looked up before it starts: no
-clock decides a figure.
+minimum is flat and the grid coarse.
 """
 
 from __future__ import annotations
@@ -100,6 +98,10 @@ def train(way: str, width: int, power: int, seed: int, steps: int, text: Path, d
         "loss": round(loss, 4) if len(losses) == steps and loss < 20.0 else None,
         "cpu_seconds": round(time.process_time() - began, 1),
     }  # fmt: skip
+
+
+def _train(job: tuple[Any, ...]) -> Run:
+    return train(*job)
 
 
 def key(run: Run) -> tuple[Any, ...]:
@@ -188,8 +190,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
-    parser.add_argument("--powers", type=int, nargs="+", help="of all that are due, these alone")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later than this")
     parser.add_argument("--draw", action="store_true", help="run nothing")
     parser.add_argument("--quick", action="store_true")
 
@@ -201,12 +201,8 @@ def main() -> None:
         widths, a.steps, a.results = sized((64, 128), (64,)), sized(10, 2), Path("/dev/null")
     if smoke():
         a.text = make_text()
-    runs: list[Run] = []
-    if a.results.is_file():
-        runs = json.loads(a.results.read_text())["runs"]
-    known = {key(r) for r in runs}
-    dtype = runs[0]["dtype"] if runs else probe().dtype
-    # Widest last, and seeds in the outer loop: the results of an interrupted sweep can be compared.
+    runs: list[Run] = json.loads(a.results.read_text())["runs"] if a.draw else []
+    dtype = probe().dtype
     jobs = [
         (way, width, power, seed, a.steps, a.text, dtype)
         for seed in range(1 if a.quick else max(SEEDS.values()))
@@ -214,37 +210,21 @@ def main() -> None:
         for way in ways
         if plain(way, width) == way
         for power in (range(sized(-2, -1), sized(2, 1)) if a.quick else POWERS[way])
-        if a.powers is None or power in a.powers
-        if seed < SEEDS[width] and (way, width, power, seed, a.steps) not in known
+        if seed < SEEDS[width]
     ]
     if not a.draw:
-        began = time.monotonic()
         with multiprocessing.get_context("spawn").Pool(a.workers) as pool:
-            waiting: list[Any] = []
-            while jobs or waiting:
-                while jobs and len(waiting) < a.workers and time.monotonic() - began < a.seconds:
-                    waiting.append(pool.apply_async(train, jobs.pop(0)))
-                if not waiting:
-                    break
-                ended = [w for w in waiting if w.ready()]
-                waiting = [w for w in waiting if not w.ready()]
-                for each in ended:
-                    runs.append(each.get())
-                    print(json.dumps(runs[-1]), flush=True)
-                if ended and not a.quick:
-                    lines = ",\n".join(json.dumps(r) for r in sorted(runs, key=lambda r: str(key(r))))
-                    part_path = a.results.with_suffix(".part")
-                    part_path.write_text(
-                        f'{{"summary": {json.dumps(summary(runs))},\n"runs": [\n{lines}\n]}}\n'
-                    )
-                    part_path.replace(a.results)
-                time.sleep(0.05)
-        print(f"{len(jobs)} runs are left")
+            for run in pool.imap_unordered(_train, jobs):
+                runs.append(run)
+                print(json.dumps(run), flush=True)
+        if not a.quick:
+            lines = ",\n".join(json.dumps(r) for r in sorted(runs, key=lambda r: str(key(r))))
+            a.results.write_text(f'{{"summary": {json.dumps(summary(runs))},\n"runs": [\n{lines}\n]}}\n')
     found = summary(runs)
     for way, each in found.items():
         print(f"{way:>11}: best power by width {each['best']}, losses {each['loss']}; it shifts by {each['moves']:+.2f}; "
               f"the rate of the narrowest at the widest costs {each['cost']:.1%}")  # fmt: skip
-    if a.draw or not (a.quick or jobs):
+    if a.draw or not a.quick:
         draw(runs, a.picture)
     ours, peer = found.get("AdamW, muP", {}).get("cost", 1.0), found.get("AdamW", {}).get("cost", 1.0)
     claim(

@@ -1,7 +1,6 @@
 """AdamW, Muon, Adafactor and SOAP for the matrices of a small language model, at equal steps and at equal seconds.
 
     python bench/train/optim/optimizer_quality.py                  # all runs: some minutes on two quiet cores
-    python bench/train/optim/optimizer_quality.py --seconds 100    # starts runs for that time; call again to continue
     python bench/train/optim/optimizer_quality.py --quick          # few steps: only checks that it runs
 
 The model is the built-in decoder with three layers of width 128, without n-gram embeddings, on the characters of a
@@ -185,74 +184,22 @@ def relative_seconds(text: Path, dtype: str, rounds: int) -> dict[str, float]:
     return {kind: statistics.median(t) / statistics.median(times["AdamW"]) for kind, t in times.items()}
 
 
-class Results:
-    """Results so far; written after every run."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        there = path is not None and path.exists()
-        kept = json.loads(path.read_text()) if there and path is not None else {}
-        self.seconds: dict[str, float] = kept.get("relative_seconds", {})
-        self.runs: list[Run] = kept.get("runs", [])
-
-    def find(self, **like: object) -> list[Run]:
-        return [r for r in self.runs if all(r[name] == value for name, value in like.items())]
-
-    def write(self) -> None:
-        if self.path is not None:
-            lines = ",\n".join(json.dumps(r) for r in self.runs)
-            self.path.write_text(
-                f'{{"relative_seconds": {json.dumps(self.seconds)},\n"runs": [\n{lines}\n]}}\n'
-            )
-
-
-def missing_runs(results: Results, a: argparse.Namespace) -> list[tuple[Any, ...]]:
-    """The next missing runs, given the existing ones: first rates, then seeds."""
-    jobs = []
-    for kind in MAKERS:
-        tuned = {r["rate"]: r["loss"] for r in results.find(kind=kind, how="tuning", steps=a.steps)}
-        rates = [START[kind] * 2.0**k for k in (-1, 0, 1)]
-        if all(r in tuned for r in rates):
-            top = min(tuned, key=lambda r: tuned[r])
-            rates = [r for r in (top / 2, top, top * 2) if r not in tuned]
-            if not rates or a.quick:
-                more = {"steps": a.steps, "seconds": max(1, round(a.steps / results.seconds[kind]))}
-                if a.quick and not smoke():
-                    del more["steps"]  # no claim
-                jobs += [
-                    (kind, top, seed, steps, how)
-                    for how, steps in more.items()
-                    for seed in range(a.seeds)
-                    if not results.find(kind=kind, how=how, seed=seed, steps=steps)
-                ]
-                continue
-        jobs += [(kind, r, TUNING_SEED, a.steps, "tuning") for r in rates if r not in tuned]
-    return jobs
-
-
-def table(results: Results, a: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for kind in MAKERS:
-        each: dict[str, Any] = {"relative_seconds": round(results.seconds[kind], 3)}
-        for how in ("steps", "seconds"):
-            if runs := results.find(kind=kind, how=how):
-                losses = [r["loss"] for r in runs]
-                each |= {
-                    "rate": runs[0]["rate"],
-                    how: losses,
-                    f"mean_{how}": round(statistics.mean(losses), 4),
-                }
-        found[kind] = each
-    return found
+def tuned_rate(kind: str, run: Callable[..., list[Run]], quick: bool) -> float:
+    """The best of powers of two times the start; the grid is widened until the best is not at its end."""
+    losses: dict[float, float] = {}
+    due = [START[kind] * 2.0**k for k in (-1, 0, 1)]
+    while due:
+        losses |= {r["rate"]: r["loss"] for r in run([(kind, rate, TUNING_SEED) for rate in due])}
+        top = min(losses, key=lambda rate: losses[rate])
+        due = [] if quick else [rate for rate in (top / 2, top * 2) if rate not in losses]
+    return top
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, default=Path("../shared/data/tinyshakespeare.txt"))
-    parser.add_argument("--results", type=Path, default=Path("optimizer_quality.json"))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later than this")
     parser.add_argument("--quick", action="store_true")
 
 
@@ -262,24 +209,27 @@ def main() -> None:
         a.steps, a.seeds = sized(10, 2), 1
     if smoke():
         a.text = make_text()
-    began = time.monotonic()
-    results, dtype = Results(None if a.quick else a.results), probe().dtype
-    if not results.seconds:
-        results.seconds = relative_seconds(a.text, dtype, 1 if a.quick else 9)
-        results.write()
+    dtype = probe().dtype
+    seconds = relative_seconds(a.text, dtype, 1 if a.quick else 9)
+    found: dict[str, dict[str, Any]] = {}
     with multiprocessing.get_context("spawn").Pool(a.workers) as pool:
-        while (jobs := missing_runs(results, a)) and time.monotonic() - began < a.seconds:
-            for run in pool.starmap(
-                train, [(*job, a.text, dtype) for job in jobs[: 2 * a.workers]], chunksize=1
-            ):
-                results.runs.append(run)
-                print(json.dumps(run), flush=True)
-            results.write()
-    found = table(results, a)
+
+        def run(some: list[tuple[str, float, int]], steps: int = a.steps, how: str = "tuning") -> list[Run]:
+            made = pool.starmap(train, [(*each, steps, how, a.text, dtype) for each in some], chunksize=1)
+            for one in made:
+                print(json.dumps(one), flush=True)
+            return made
+
+        for kind in MAKERS:
+            rate = tuned_rate(kind, run, a.quick)
+            found[kind] = {"relative_seconds": round(seconds[kind], 3), "rate": rate}
+            for how, steps in (("steps", a.steps), ("seconds", max(1, round(a.steps / seconds[kind])))):
+                if how == "steps" and a.quick and not smoke():
+                    continue  # no claim
+                losses = [r["loss"] for r in run([(kind, rate, seed) for seed in range(a.seeds)], steps, how)]
+                found[kind] |= {how: losses, f"mean_{how}": round(statistics.mean(losses), 4)}
     for kind, each in found.items():
         print(kind, json.dumps(each))
-    if jobs:
-        raise SystemExit("runs are missing: call again")
     ours = found["Muon"]["mean_seconds"]
     peer = min(each["mean_seconds"] for kind, each in found.items() if kind != "Muon")
     claim(

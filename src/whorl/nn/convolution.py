@@ -12,8 +12,7 @@ multiple of the stride has equal counts but different filters (Odena et al. 2016
 Artifacts", doi:10.23915/distill.00003).
 
 `ResizeConv` upsamples first and convolves then: one filter for all phases. `checkerboard_energy` measures the
-difference: the fraction of the output's energy in a pattern of period s, for a constant input
-(bench/nn/checkerboard.py).
+difference: the fraction of the output's energy in a pattern of period s, for a constant input.
 
 Shapes are [B, C, H, W]; weights [c_out, c_in / groups, k, k], and [c_in, c_out / groups, k, k] for the transpose, as in
 torch.

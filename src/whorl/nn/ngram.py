@@ -5,7 +5,7 @@
 The prediction after two or three given tokens is mostly a table lookup, which costs no matrix products: a row read and,
 in the backward, a row written. With these rows, a transformer does not have to learn an n-gram model in its layers.
 Sources: hash embeddings (Svenstrup et al. 2017, arXiv:1709.03933); over-encoding (Huang et al. 2025, Over-Tokenized
-Transformer, arXiv:2501.16975). The gain is measured in bench/plan/ngram_token_shift.py.
+Transformer, arXiv:2501.16975). The gain is measured in bench/plan/ablations.py.
 
 The subtle part: the gradient of a table is sparse (a few thousand rows of hundreds of thousands). Lookups use sparse
 gradients outside compiled regions, and the optimizer updates those rows only. An n-gram that would cross the start of

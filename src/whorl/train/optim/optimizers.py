@@ -240,7 +240,7 @@ class AdamW(Optimizer):
         learning_rate: peaks by name.
         decay_scale: by name, times weight_decay; default 1.
         fused: torch's fused kernel, one pass over memory instead of one per operation; the last bits differ. Default:
-            on CUDA only (`bench/train/optim/adamw_step.py`).
+            on CUDA only.
     """
 
     @classmethod
