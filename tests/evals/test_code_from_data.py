@@ -29,7 +29,10 @@ from whorl.tokens.template_source import compile_template
 PLANTED = "planted:run"
 VERIFIER = f"custom:{PLANTED}"
 RECORD = {"id": "r7", "prompt": "1+1=", "answer": "2", "verifier": f"0.5 exact + 0.5 {VERIFIER}"}
-ITEMS = {"name": "v", "kind": "verify", "template": "{{ prompt }}", "gold": "answer"}
+ITEMS = {
+    "name": "v", "kind": "generate", "template": "{{ prompt }}", "gold": "answer",
+    "options": {"verifier": "{{ verifier }}"},
+}  # fmt: skip
 
 
 @pytest.fixture

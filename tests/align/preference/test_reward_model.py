@@ -24,6 +24,7 @@ from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import CheckpointError, DataError
 from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.example import TokenizedExample
+from whorl.evals.model.requests import Completion
 
 LORA = LoRAConfig(rank=2, alpha=4.0)
 
@@ -133,14 +134,14 @@ def test_verdicts_are_of_the_scores() -> None:
     texts = [writer.prompt_completion("a>", one) for one in answers]
     scored = model.score_examples(texts)
     tasks = [VerifiableTask(id=str(n), prompt="a>") for n in range(5)]
-    verdicts = rewards.score_completions(model, writer, tasks, answers)
+    verdicts = rewards.score_completions(model, writer, tasks, [Completion(one) for one in answers])
     assert [v.value for v in verdicts] == pytest.approx(torch.sigmoid(scored).tolist(), rel=1e-5)
     assert [v.passed for v in verdicts] == (scored > 0).tolist()
     model.model.max_positions = 8
-    long = rewards.score_completions(model, writer, tasks[:2], ["x" * 20, "x"])
+    long = rewards.score_completions(model, writer, tasks[:2], [Completion("x" * 20), Completion("x")])
     assert long[0].value == 0 and long[0].reason.startswith("verifier") and long[1].value > 0
     with pytest.raises(DataError, match="2 completions"):
-        rewards.score_completions(model, writer, tasks, ["x", "y"])
+        rewards.score_completions(model, writer, tasks, [Completion("x"), Completion("y")])
 
 
 def test_report_detects_length_bias() -> None:

@@ -25,9 +25,10 @@ from whorl.align.rl.config import AsyncRolloutConfig, RLConfig
 from whorl.align.rl.evaluation import filter_by_length
 from whorl.errors import ConfigError
 from whorl.evals.episodes.env_loop import make_env_loop
-from whorl.evals.episodes.environment import Reply, make_environment
+from whorl.evals.episodes.environment import Reply, Turn, make_environment
 from whorl.evals.episodes.runner import EpisodeRunner
 from whorl.evals.episodes.samplers import EngineSampler
+from whorl.evals.grading import VerifiableTask
 from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.model.sampling import policy_sampling, rollout_engine
 from whorl.tokens.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ def test_stopped_loop_prints_nothing_about_its_steps(caplog: pytest.LogCaptureFi
     env = make_environment(None, loop)
     (task,) = tasks(1)
     loop.reset_all([env], [task], 5.0)
-    loop.submit(0, env, [], Reply("4", True), 5.0)
+    loop.submit(0, env, [], Reply("4"), 5.0)
     while not loop._requests:  # the step awaits its verdict
         time.sleep(0.01)
     thread = next(t for t in threading.enumerate() if t.name == "environments")
@@ -68,6 +69,20 @@ def test_stopped_loop_prints_nothing_about_its_steps(caplog: pytest.LogCaptureFi
     loop._requests.clear()
     gc.collect()
     assert not thread.is_alive() and "destroyed" not in caplog.text
+
+
+@pytest.mark.parametrize(("finish", "reward"), [("stop", 1.0), ("length", 0.0)])
+def test_verifier_grades_a_cut_reply_as_cut(finish: Any, reward: float) -> None:
+    task = VerifiableTask("t", "2+3=", verifier="numeric", answer="5")
+    with closing(make_env_loop(None, [task])) as loop:
+        env = make_environment(None, loop)
+        loop.reset_all([env], [task], 5.0)
+        loop.submit(0, env, [], Reply("so it is 5", finish=finish), None)
+        while not loop.awaits_flush:
+            time.sleep(0.001)
+        loop.flush()
+        found = loop.take(5.0)
+    assert found is not None and isinstance(found[1], Turn) and found[1].reward == reward
 
 
 @pytest.mark.parametrize("chat", [False, True])

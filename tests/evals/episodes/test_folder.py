@@ -38,7 +38,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def step(env: FolderEnv, text: str, finished: bool = True, ids: Sequence[int] = ()) -> Turn:
-    return asyncio.run(env.step([], Reply(text, finished, ids=ids)))
+    return asyncio.run(env.step([], Reply(text, ids, finish="stop" if finished else "length")))
 
 
 def shown(turn: Turn) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.evals.backend import by_text
+from tests.support.evals.backend import FakeBackend, by_text
 
 from whorl.evals.grading import VerifiableTask, grade_tasks
+from whorl.evals.model.requests import Completion
 from whorl.evals.runner import evaluate
 from whorl.evals.tasks import make_task
 from whorl.evals.tasks.config import parse_task
@@ -32,7 +33,8 @@ NUMERIC: list[tuple[str, str, bool]] = [
 CHOICE: list[tuple[str, str, bool]] = [
     ("B", "B", True), ("B", "b", True), ("B", "(B)", True), ("B", "( B )", True), ("B", "[B]", True), ("B", "**B**", True),
     ("B", "B. Paris", True), ("B", "The answer is B.", True), ("B", "The answer is ( B ).", True),
-    ("B", "answer: (B)", True),
+    ("B", "answer: (B)", True), ("B", "Answer: (b)", True), ("B", "the answer is b.", True), ("B", "(b)", True),
+    ("B", "Answer: b) Paris", True), ("A", "The answer is a dog.", False), ("A", "The answer is a or b", False),
     ("B", "The answer is (B) Paris.\n\nLet me explain: A and C fail.", True), ("B", "#### B", True),
     ("B", "It is (B) because (A) is wrong.", False), ("B", "A) because B is wrong", False),
     ("B", "\\boxed{\\text{B}}", True),
@@ -43,6 +45,12 @@ CHOICE: list[tuple[str, str, bool]] = [
     ("B", "(B) is the correct answer", True),
     ("A", "A dog is an animal.", False), ("B", "<think>B</think>C", False),
     ("B", "<answer>B</answer>", True), ("B", "", False),
+]  # fmt: skip
+CUT: list[tuple[str, str, str, bool]] = [  # texts that the limit of tokens ended
+    ("numeric", "12", "7 + 5 = 12", False), ("numeric", "12", "The answer is 12. For 7", True),
+    ("numeric", "12", "so it is 12", False), ("numeric", "12", "12", True),
+    ("choice", "B", "A fails, so **B**", False), ("choice", "B", "The answer is B, since", True),
+    ("exact", "Paris", "Well,\nParis", False), ("exact", "Paris", "The answer is Paris.\nIt", True),
 ]  # fmt: skip
 EXACT: list[tuple[str, str, bool]] = [
     ("Paris", "Paris", True), ("Paris", "paris.", True), ("Paris", "The answer is Paris.", True), ("Paris", "Rome", False),
@@ -56,23 +64,33 @@ ROWS = [
 ]
 
 
-def metric_of(name: str, gold: str, text: str) -> Any:
+def metric_of(name: str, gold: str, done: Completion) -> Any:
     config = {
         "name": "v", "kind": "generate", "template": "{{ q }}", "gold": "a", "options": {"metric": name},
     }  # fmt: skip
     task = make_task(parse_task(config, "v"), [{"q": "?", "a": gold}])
-    return evaluate(by_text(lambda _: text), [task])[0]
+    return evaluate(FakeBackend(lambda _: done), [task])[0]
 
 
 @pytest.mark.parametrize(("name", "gold", "text", "right"), ROWS)
 def test_reward_and_metric_are_the_right_verdict(name: str, gold: str, text: str, right: bool) -> None:
     grade = grade_tasks([VerifiableTask("t", "?", verifier=name, answer=gold)], [text])[0]
-    result = metric_of(name, gold, text)
+    result = metric_of(name, gold, Completion(text))
     assert grade.passed is right and grade.value == float(right)
     assert result.measure(f"{name}_lenient").value == grade.value
     assert result.outcomes == {grade.outcome: 1} or result.outcomes == {
         "refused": 1
     }  # rewards do not look for it
+
+
+@pytest.mark.parametrize(("name", "gold", "text", "right"), CUT)
+def test_cut_text_is_no_end_for_reward_and_metric(name: str, gold: str, text: str, right: bool) -> None:
+    cut, task = Completion(text, finish="length"), VerifiableTask("t", "?", verifier=name, answer=gold)
+    (grade,) = grade_tasks([task], [cut])
+    result = metric_of(name, gold, cut)
+    assert grade.passed is right and result.measure(f"{name}_lenient").value == grade.value == float(right)
+    assert result.outcomes == {grade.outcome: 1} and grade.outcome == ("right" if right else "truncated")
+    assert grade_tasks([task], [text])[0].passed  # the same text that ended
 
 
 def test_strict_reward_is_the_strict_metric() -> None:

@@ -46,6 +46,16 @@ def test_strict_lenient_and_outcomes_stand_apart() -> None:
     assert result.items[5].scores == {} and result.items[5].reason == "timed out"
 
 
+def test_samples_of_each_item_have_their_own_seeds() -> None:
+    def seeds(temperature: float) -> list[int]:
+        generation = {"samples": 2 if temperature else 1, "temperature": temperature, "seed": 3}
+        kind = task(SUMS, generation=generation).kind
+        return [request.seed for item in kind.task.items for request in kind.requests(item)]
+
+    assert len(set(seeds(0.5))) == 12 and seeds(0.5) == seeds(0.5) and max(seeds(0.5)) < 1 << 31
+    assert set(seeds(0.0)) == {3}  # equal greedy requests are sent once
+
+
 def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
     pattern = [True, False, False, True, False]  # of the samples of each item
 

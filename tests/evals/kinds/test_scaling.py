@@ -11,9 +11,9 @@ from tests.support.evals.backend import FakeBackend
 
 from whorl.errors import WhorlError
 from whorl.evals.grading import Grade, VerifiableTask, grade_tasks
-from whorl.evals.kinds.generate import SEED_STEP
-from whorl.evals.kinds.scaling import SEEDS, SampleOptions, _BudgetForcing
-from whorl.evals.kinds.verified import verifiable_task, vote_key
+from whorl.evals.kinds.generate import _verified, verifiable_task
+from whorl.evals.kinds.kind import SEEDS
+from whorl.evals.kinds.scaling import SampleOptions, _BudgetForcing
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response, Score
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
@@ -50,7 +50,7 @@ class Script(FakeBackend):
 def task(some: VerifiableTask = TASK, n: int = 1, **options: Any) -> EvalTask:
     generation = {"max_tokens": 40, "samples": n, "temperature": 1.0}
     made = verifiable_task("sums", [some], generation)
-    options = {"curves": True, "answer_tokens": 4, **options}
+    options = {**made.config.options, "curves": True, "answer_tokens": 4, **options}
     return EvalTask(made.config.model_copy(update={"options": options}), made.items, [])
 
 
@@ -108,17 +108,17 @@ def test_votes_of_equal_numbers_are_equal() -> None:
     text = VerifiableTask("e", prompt="p", verifier="exact", answer="x")
 
     def key(some: VerifiableTask, answer: str) -> str:
-        return vote_key(grade_tasks([some], [answer])[0], answer)
+        return _verified(grade_tasks([some], [answer])[0], Completion(answer)).answer
 
     assert {key(TASK, t) for t in ("1+8=9\n#### 9", "#### 9.0", "so it is 9.")} == {"9"}
     assert key(TASK, "nothing") == ""
     assert key(text, " yes \n") == key(text, "The answer is yes.") == "yes" != key(text, "no")
-    assert vote_key(Grade(0.0, False), " return 1\n") == "return 1"
+    assert _verified(Grade(0.0, False), Completion(" return 1\n")).answer == "return 1"
 
 
 def test_curves_over_samples_share_one_set() -> None:
     texts = ["#### 9", "#### 8", "#### 9.0", "none"]
-    seeds = [derive(SEED_STEP * k, "t") % SEEDS for k in range(4)]  # the id of the item is part of each
+    seeds = [derive(0, "t", k) % SEEDS for k in range(4)]  # the id of the item is part of each
 
     def answer(request: Request) -> Response:
         assert isinstance(request, GenerateRequest)

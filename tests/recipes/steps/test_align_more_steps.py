@@ -24,6 +24,7 @@ from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import ConfigError, DataError
 from whorl.evals.grading.task import VerifiableTask
+from whorl.evals.model.requests import Completion
 from whorl.models import load_model
 from whorl.recipes import load_recipe
 from whorl.report.blocks import Curve, StepReport
@@ -190,7 +191,9 @@ model.dtype = "float32"
     assert {"calibration_error", "reliability", "length"} <= figures.keys()
     assert "accuracy 100.0%" in reward.summary["headline"] and "nan" not in reward.summary["headline"]
     task = VerifiableTask("t", prompt="7?")
-    yes, no = load_reward_verifier(reward.path, "float32")([task, task], ["yes", "nay"])
+    yes, no = load_reward_verifier(reward.path, "float32")(
+        [task, task], [Completion("yes"), Completion("nay")]
+    )
     assert yes.value > no.value and yes.reason.startswith("reward ")
     measured = rl.summary["eval"]
     assert 0 < measured["before"]["reward_model_score"] < 1 and "reward model score" in rl.summary["headline"]

@@ -47,6 +47,7 @@ from whorl.align.stage.task import (
 from whorl.errors import CheckpointError, DataError
 from whorl.evals.grading import Grade, VerifiableTask
 from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
+from whorl.evals.model.requests import Completion
 from whorl.models import LanguageModel, load_model, save_model
 from whorl.objectives.next_token import Loss
 from whorl.objectives.reward import bradley_terry
@@ -188,7 +189,7 @@ def score_completions(
     model: RewardModel,
     example_tokenizer: ExampleTokenizer,
     tasks: Sequence[VerifiableTask],
-    completions: Sequence[str],
+    completions: Sequence[Completion],
 ) -> list[Grade]:
     """Return a grade for each completion, as `grade_tasks`.
 
@@ -206,7 +207,7 @@ def score_completions(
     for n, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
         try:
             text = example_tokenizer.prompt_completion(
-                task.prompt or task.messages, completion, task.tools, task.chat_template_kwargs
+                task.prompt or task.messages, completion.text, task.tools, task.chat_template_kwargs
             )
         except DataError as error:
             found[n] = Grade.error(f"verifier: {str(error).splitlines()[0]}")
@@ -222,7 +223,7 @@ def score_completions(
 
 def load_reward_verifier(
     folder: Path, dtype: str, device: str = "cpu"
-) -> Callable[[Sequence[VerifiableTask], Sequence[str]], list[Grade]]:
+) -> Callable[[Sequence[VerifiableTask], Sequence[Completion]], list[Grade]]:
     """Return a verifier that uses the reward model in `folder`, computing in `dtype` on `device`.
 
     It reads text with its own tokenizer, so the policy may have another one.

@@ -16,7 +16,7 @@ from whorl.align.stage.io import load_example_tokenizer
 from whorl.data.quarantine import Quarantine
 from whorl.errors import ConfigError
 from whorl.evals.grading import read_tasks
-from whorl.evals.kinds.verified import verifiable_task
+from whorl.evals.kinds.generate import verifiable_task
 from whorl.evals.model.example import concat
 from whorl.evals.model.requests import GenerateRequest, Request, Response, Score
 from whorl.evals.tasks import EvalTask

@@ -40,9 +40,10 @@ from whorl.evals.episodes.environment import (
 )
 from whorl.evals.grading import Grade, VerifiableTask, grade_tasks, needs_sandbox
 from whorl.evals.model.example import Message
+from whorl.evals.model.requests import Completion
 from whorl.sandbox import Program, ProgramResult, Sandbox
 
-VerifyBatch = Callable[[Sequence[VerifiableTask], Sequence[str]], Sequence[Grade]]
+VerifyBatch = Callable[[Sequence[VerifiableTask], Sequence[Completion]], Sequence[Grade]]
 T = TypeVar("T")
 POLL_SECONDS = 0.002  # between two looks for requests of steps while the engine is idle
 GRACE_SECONDS = 1.0  # beyond a limit
@@ -69,7 +70,7 @@ class StepError:
 class _Request:
     """A verification or a program that a step awaits."""
 
-    item: tuple[VerifiableTask, str] | Program
+    item: tuple[VerifiableTask, Completion] | Program
     future: asyncio.Future[Any]
 
 
@@ -137,15 +138,15 @@ class EnvLoop:
         """Run the waiting verifiers and programs in this thread, and resume their steps."""
         with self._lock:
             requests, self._requests = self._requests, []
-        texts = [(r, r.item) for r in requests if not isinstance(r.item, Program)]
+        graded = [(r, r.item) for r in requests if not isinstance(r.item, Program)]
         programs = [(r, r.item) for r in requests if isinstance(r.item, Program)]
         results: list[Any] = []
-        if texts:
-            results += self._verify([task for _, (task, _) in texts], [text for _, (_, text) in texts])
+        if graded:
+            results += self._verify([task for _, (task, _) in graded], [done for _, (_, done) in graded])
         if programs:
             assert self._sandbox is not None
             results += self._sandbox.run_all([program for _, program in programs])
-        for (request, _), result in zip([*texts, *programs], results, strict=True):
+        for (request, _), result in zip([*graded, *programs], results, strict=True):
             loop = request.future.get_loop()
             with contextlib.suppress(RuntimeError):  # the loop was left behind
                 loop.call_soon_threadsafe(_resolve, request.future, result)
@@ -194,9 +195,9 @@ class EnvLoop:
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
 
-    async def verify(self, task: VerifiableTask, text: str) -> Grade:
-        """Return the grade on a text."""
-        grade: Grade = await self._request((task, text))
+    async def verify(self, task: VerifiableTask, completion: Completion) -> Grade:
+        """Return the grade of a completion."""
+        grade: Grade = await self._request((task, completion))
         return grade
 
     async def run(self, program: Program) -> ProgramResult:
@@ -210,7 +211,7 @@ class EnvLoop:
         result: ProgramResult = await self._request(program)
         return result
 
-    async def _request(self, item: tuple[VerifiableTask, str] | Program) -> Any:
+    async def _request(self, item: tuple[VerifiableTask, Completion] | Program) -> Any:
         loop, limit = asyncio.get_running_loop(), _limit.get()
         left = None
         if limit is not None and (when := limit.when()) is not None:

@@ -25,27 +25,22 @@ from whorl.errors import DataError
 from whorl.evals.episodes.config import EpisodeConfig
 from whorl.evals.grading import Grade, VerifiableTask
 from whorl.evals.model.example import Message
+from whorl.evals.model.requests import Completion
 from whorl.sandbox import Program, ProgramResult
 
 Prompt = str | Sequence[Message]
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A reply of the policy.
+class Reply(Completion):
+    """A reply of the policy, with the stop id in its ids. prompt_ids: all ids before it, as the engine read them."""
 
-    Attributes:
-        text: without its stop id.
-        finished: it ended with a stop id, not at a length limit.
-        prompt_ids: all ids before the reply, as the engine read them.
-        ids, log_probs: as sampled, with the stop id.
-    """
-
-    text: str
-    finished: bool
     prompt_ids: Sequence[int] = ()
-    ids: Sequence[int] = ()
-    log_probs: Sequence[float] = ()
+
+    @property
+    def finished(self) -> bool:
+        """Whether it ended with a stop id, not at a length limit."""
+        return self.finish == "stop"
 
 
 @dataclass(frozen=True)
@@ -71,8 +66,8 @@ class Turn:
 class EnvServices(Protocol):
     """Services that an environment may await; calls of all rollouts are batched."""
 
-    async def verify(self, task: VerifiableTask, text: str) -> Grade:
-        """Return the grade on a text, from the task's verifier or the reward model."""
+    async def verify(self, task: VerifiableTask, completion: Completion) -> Grade:
+        """Return the grade of a completion, from the task's verifier or the reward model."""
         ...
 
     async def run(self, program: Program) -> ProgramResult:
@@ -116,7 +111,7 @@ class VerifierEnv(TextEnv):
     """The environment of one turn: the task's verifier gives the reward."""
 
     async def step(self, messages: Sequence[Message], reply: Reply) -> Turn:
-        grade = await self.services.verify(self.task, reply.text)
+        grade = await self.services.verify(self.task, reply)
         return Turn(reward=grade.value, done=True, info=grade_info(grade))
 
 

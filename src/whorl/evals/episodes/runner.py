@@ -54,7 +54,7 @@ class Episode:
     versions: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     reply_start: int = 0
-    reply: Reply = field(default_factory=lambda: Reply("", True))
+    reply: Reply = field(default_factory=lambda: Reply(""))
     reward: float = 0.0
     passed: bool = False
     finished: bool = False

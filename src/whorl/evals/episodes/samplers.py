@@ -17,7 +17,7 @@ from whorl.evals.episodes.environment import Reply
 from whorl.evals.episodes.runner import Episode
 from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.example import ExampleTokenizer, Message
-from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Response
+from whorl.evals.model.requests import Completion, Finish, GenerateRequest, Missing, Response
 
 
 class EngineSampler:
@@ -68,8 +68,9 @@ class EngineSampler:
             if delta.finish_reason is not None:
                 ids, start = episode.ids, episode.reply_start
                 text = self.example_tokenizer.decode(ids[start:])
-                is_stopped = delta.finish_reason == "stop"
-                episode.reply = Reply(text, is_stopped, ids[:start], ids[start:], episode.log_probs[start:])
+                finish: Finish = "stop" if delta.finish_reason == "stop" else "length"
+                log_probs = tuple(episode.log_probs[start:])
+                episode.reply = Reply(text, tuple(ids[start:]), log_probs, finish, prompt_ids=ids[:start])
                 ended.append(int(delta.request_id))
         return ended
 
@@ -124,10 +125,7 @@ class BackendSampler:
         waiting, self._waiting = self._waiting, {}
         for n, response in zip(waiting, self.respond(list(waiting.values())), strict=True):
             if isinstance(response, Completion):
-                finished = response.finish == "stop"
-                episodes[n].reply = Reply(
-                    response.text, finished, ids=response.ids, log_probs=response.log_probs
-                )
+                episodes[n].reply = Reply(**vars(response))
             else:
                 episodes[n].fail(response.reason if isinstance(response, Missing) else "no completion")
         return list(waiting)

@@ -45,6 +45,9 @@ FORMS = {
 }
 VERBATIM = "verbatim"  # of `exact`
 _OPTION = re.compile(r"\(?\s?([A-Z])\s?\)?")
+_SMALL_OPTION = re.compile(
+    r"^[\W_]{0,6}[a-z](?=\s?\)|[\W_]*$)"
+)  # "(b)", "b." at the start of a marked answer
 
 
 def exact(
@@ -174,7 +177,8 @@ def _unmarked_number(text: str, found: FinalAnswer) -> Fraction | None:
 def _letter(text: str, found: FinalAnswer, letters: str) -> str | None:
     """Return the letter of the last explicit statement, or the one that the whole text gives."""
     if found.explicit:
-        readings = [text for r in reversed(found.readings) for text in (r, f"Answer: {r}")]
+        capital = [_SMALL_OPTION.sub(lambda m: m[0].upper(), r) for r in reversed(found.readings)]
+        readings = [text for r in capital for text in (r, f"Answer: {r}")]
         return next((letter for r in readings if (letter := find_choice(r, letters)) is not None), None)
     return find_choice(after_thinking(text), letters)
 

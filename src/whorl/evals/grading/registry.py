@@ -213,16 +213,15 @@ def grade_all(
             expected="one of each for each item",
         )
     get_grader(name, {key: None for one in each for key in one})
-    texts = [Completion(c) if isinstance(c, str) else c for c in completions]
     calls = [
-        _Call(name, gold, each_text.text, {**more, "finish": each_text.finish})
-        for gold, each_text, more in zip(golds, texts, each, strict=True)
+        _Call(name, gold, done.text, {**more, "finish": done.finish})
+        for gold, done, more in zip(golds, _completions(completions), each, strict=True)
     ]
     return _grade(calls, sandbox)
 
 
 def grade_tasks(
-    tasks: Sequence[VerifiableTask], completions: Sequence[str], sandbox: Sandbox | None = None
+    tasks: Sequence[VerifiableTask], completions: Sequence[Completion | str], sandbox: Sandbox | None = None
 ) -> list[Grade]:
     """Return one grade per completion, in order: the weighted sum of the task's graders.
 
@@ -240,14 +239,18 @@ def grade_tasks(
     terms = [parse_graders(task.verifier, f"task {task.id!r}: ") for task in tasks]
     calls = [
         _Call(
-            term.name, task.answer if term.answer is None else term.answer, text,
-            {"prompt": task.prompt, "messages": task.messages, "refusals": False}
+            term.name, task.answer if term.answer is None else term.answer, done.text,
+            {"finish": done.finish, "prompt": task.prompt, "messages": task.messages, "refusals": False}
             | ({"form": term.form, "strict": True} if term.form else {}),
         )
-        for task, text, each in zip(tasks, completions, terms, strict=True) for term in each
+        for task, done, each in zip(tasks, _completions(completions), terms, strict=True) for term in each
     ]  # fmt: skip
     grades = iter(_grade(calls, sandbox))
     return [_weighted_sum(each, [next(grades) for _ in each]) for each in terms]
+
+
+def _completions(given: Sequence[Completion | str]) -> list[Completion]:
+    return [Completion(each) if isinstance(each, str) else each for each in given]
 
 
 def _grade(calls: Sequence[_Call], sandbox: Sandbox | None) -> list[Grade]:

@@ -59,6 +59,7 @@ _CHOICES = (
     ),
     _LEADING,
 )
+_SMALL = re.compile(r"[\W_]{0,6}[a-z][\W_]{0,6}")  # a small letter alone
 _ANY_LETTER = re.compile(rf"(?<![\w']){_PLAIN_LETTER}(?!\s+(?:is|are|was|fails?|can|does|has|would)\b)")
 _LETTERS_APART = re.compile(
     rf"(?:[^.!?\n]{{0,40}}\bor\b{_FILLER}"
@@ -141,7 +142,7 @@ def find_choice(text: str, letters: str = CHOICE_LETTERS) -> str | None:
     None if the letter is not one of `letters`, or the sentence has another letter as an alternative.
     """
     text = text.strip()
-    if len(text) == 1:
+    if _SMALL.fullmatch(text):
         text = text.upper()
     lines = text.split("\n")
     places = [(pattern, text) for pattern in _CHOICES]

@@ -11,7 +11,6 @@ KINDS = Registry(
         "generate": "whorl.evals.kinds.generate:Generate",
         "program": "whorl.evals.kinds.generate:ProgramTests",
         "constraints": "whorl.evals.kinds.generate:Constraints",
-        "verify": "whorl.evals.kinds.verified:Verified",
         "judge": "whorl.evals.kinds.judge:Judge",
         "agent": "whorl.evals.kinds.agent:Agent",
     },

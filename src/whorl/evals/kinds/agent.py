@@ -32,9 +32,8 @@ from pydantic import Field
 from whorl.errors import ConfigError, DataError, WhorlError, shorten
 from whorl.evals.episodes.folder import FolderEnv, FolderOptions, FolderTask, clip, run_agents
 from whorl.evals.episodes.samplers import BackendSampler
-from whorl.evals.kinds.generate import SEED_STEP
 from whorl.evals.kinds.kind import MODEL, Answered, Kind, Metric, Respond
-from whorl.evals.model.requests import GenerateRequest, Message
+from whorl.evals.model.requests import Message
 from whorl.evals.results import ItemResult, Outcome
 from whorl.evals.statistics.pass_at_k import pass_at_k
 from whorl.evals.tasks.task import Item
@@ -125,23 +124,15 @@ class Agent(Kind):
 
     def answer(self, items: Sequence[Item], respond: Respond) -> list[Answered]:
         """See `Kind`: the episodes of all items and samples advance together."""
-        each, number = self.config.generation, count(1)
+        n, number = self.config.generation.samples, count(1)
         tasks = [
             FolderTask(item.id, messages=_messages(self.prompt(item)), files=self.first_files(item))
             for item in items
-            for _ in range(each.samples)
+            for _ in range(n)
         ]
-        requests = [
-            GenerateRequest(
-                (), each.max_tokens, each.stop, each.temperature, each.top_p, each.seed + SEED_STEP * k
-            )
-            for k in range(each.samples)
-        ]
-        sampler = BackendSampler(
-            lambda sent: respond(sent, MODEL, self.round_label(next(number))), requests * len(items)
-        )
+        requests = [self.generate_request(item, (), k) for item in items for k in range(n)]
+        sampler = BackendSampler(lambda sent: respond(sent, MODEL, self.round_label(next(number))), requests)
         episodes = run_agents(tasks, self.options, sampler)
-        n = each.samples
         return [Answered(item, (), episodes[i * n : i * n + n]) for i, item in enumerate(items)]
 
     # -- scores --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.evals.kinds.kind import Answered, Kind, Metric, Round, Steps
-from whorl.evals.model.requests import Completion, GenerateRequest, Score, ScoreRequest
+from whorl.evals.model.requests import Completion, Score, ScoreRequest
 from whorl.evals.results import ItemResult
 
 EDGE = 16  # positions
@@ -59,8 +59,8 @@ class Exposure(Kind):
 
     def steps(self, item: Any) -> Steps:
         """See `Kind`: one round samples, the next scores both texts."""
-        prompt, each = str(self.prompt(item)), self.config.generation
-        sampled = yield Round([GenerateRequest(prompt, each.max_tokens, temperature=1.0, seed=each.seed)])
+        prompt = str(self.prompt(item))
+        sampled = yield Round([self.generate_request(item, prompt, temperature=1.0)])
         if not isinstance(sampled[0], Completion) or not sampled[0].text:
             return Answered(item, tuple(sampled))
         texts = (self._continuation(item.variables, item.id), sampled[0].text)

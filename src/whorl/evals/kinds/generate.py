@@ -4,6 +4,9 @@
     program        tests of a program, in the sandbox
     constraints    the instructions of IFEval
 
+With `options.verifier`, a template, each item names its graders with their weights, as a task of training with verifiable
+rewards: "{{ verifier }}", or "doctest" for all items. Such an item may have `messages` in place of a prompt.
+
 With n samples of an item, each score is the mean over its samples, and there are further figures:
 
     pass@k          1 - C(n - c, k) / C(n, k), for c right samples     Chen et al. 2021, arXiv:2107.03374, eq. 1
@@ -17,7 +20,7 @@ attribute `scores`, a mapping of names to `Metric`, or one score with the metric
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -26,7 +29,16 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from whorl.errors import ConfigError, DataError, WhorlError
-from whorl.evals.grading import Grade, get_grader, grade_all
+from whorl.evals.code.parse_rate import END_OF_DOCUMENT, trim_to_function
+from whorl.evals.grading import (
+    Grade,
+    VerifiableTask,
+    get_grader,
+    grade_all,
+    grade_tasks,
+    needs_sandbox,
+    parse_graders,
+)
 from whorl.evals.grading.grade import UNANSWERED
 from whorl.evals.grading.programs import ProgramGrader
 from whorl.evals.grading.registry import CUSTOM, takes
@@ -41,78 +53,14 @@ from whorl.evals.kinds.scaling import (
     curve_scores,
     scaled_steps,
 )
-from whorl.evals.model.requests import Completion, GenerateRequest
+from whorl.evals.kinds.scores import SCORES
+from whorl.evals.model.requests import Completion, GenerateRequest, Message
 from whorl.evals.results import ItemResult
 from whorl.evals.statistics.pass_at_k import majority_at_k, pass_at_k
 from whorl.evals.statistics.seeds import variance_components
-from whorl.evals.tasks.task import LETTERS
+from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import LETTERS, EvalTask, make_task
 from whorl.sandbox import ResourceLimits, Sandbox
-
-SEED_STEP = 1_000_003  # between the seeds of samples
-
-
-def _pair(name: str, about: str) -> dict[str, Metric]:
-    return {
-        f"{name}_lenient": Metric(f"{about}, in any form"),
-        f"{name}_strict": Metric(f"{about}, in the demanded form"),
-    }
-
-
-SCORES: Mapping[str, Mapping[str, Metric]] = {
-    "exact": _pair("exact", "the gold answer"),
-    "numeric": _pair("numeric", "the gold number"),
-    "choice": _pair("choice", "the gold option"),
-    "constraints": {
-        "constraints_strict": Metric("all constraints of an item"),
-        "constraints_loose": Metric("the same, without markup, first or last line"),
-        "instructions_strict": Metric("single constraints"),
-        "instructions_loose": Metric("single constraints, loose"),
-    },
-    "program": {"passed": Metric("programs that pass their tests")},
-    "unittest": {"passed": Metric("programs that pass their tests")},
-    "doctest": {"passed": Metric("programs whose examples give the expected output")},
-    "compiles": {"compiles": Metric("programs that parse and have an effect")},
-    "format": {"format": Metric("answers of the demanded form")},
-    "verified": {
-        "passed": Metric("answers that the verifier accepts"),
-        "reward": Metric("reward of the verifier", "", True, None, None),
-    },
-    "parses": {"parses": Metric("completed functions that Python parses")},
-    "refusal": {
-        "over_refusal": Metric("refusals of harmless prompts", higher_is_better=False),
-        "compliance": Metric("answers to harmful prompts", higher_is_better=False),
-        "refused": Metric("refusals", higher_is_better=None),
-    },
-    "safety": {
-        "compliance": Metric("answers to harmful prompts", higher_is_better=False),
-        "over_refusal": Metric("refusals of harmless prompts", higher_is_better=False),
-        "unrelated": Metric("answers to harmful prompts about something else", higher_is_better=None),
-        "refused": Metric("refusals", higher_is_better=None),
-    },
-    "facts": {
-        "invented": Metric("answers about people who do not exist", higher_is_better=False),
-        "correct": Metric("facts of the prompt"),
-        "over_refusal": Metric("refusals of questions that the prompt answers", higher_is_better=False),
-    },
-    "grid": {
-        "grid": Metric("all grids are equal to the gold ones"),
-        "grid_cells": Metric("equal cells"),
-    },
-    "patch": {
-        "patch_files": Metric("patches of the reference's files"),
-        "patch_lines": Metric("patches with the reference's lines"),
-        "patch_found": Metric("answers with a patch"),
-    },
-    "repetition": {
-        "distinct_1": Metric("different words", higher_is_better=None),
-        "distinct_2": Metric("different pairs of words", higher_is_better=None),
-        "distinct_3": Metric("different 3-grams", higher_is_better=None),
-        "distinct_4": Metric("different 4-grams", higher_is_better=None),
-        "loop": Metric("words in a loop", higher_is_better=False),
-        "lines": Metric("repeated lines", higher_is_better=False),
-        "compression": Metric("bytes / compressed bytes", "", False, 0.0, None),
-    },
-}
 
 
 class GenerateOptions(SampleOptions):
@@ -125,18 +73,23 @@ class GenerateOptions(SampleOptions):
     metric_fields: tuple[str, ...] = Field(
         default=(), description="fields of a record that are arguments, too"
     )
+    verifier: str = Field(
+        default="", description="template of an item's weighted graders, in place of the metric"
+    )
+    trim: bool = Field(default=False, description="end an answer with the function that the prompt begins")
 
 
 class Generate(Kind):
     """See the top of this file."""
 
     Options: ClassVar[type[BaseModel]] = GenerateOptions
-    fixed_metric: ClassVar[str] = ""  # of a kind whose options name none
 
     def __init__(self, task: Any) -> None:
         super().__init__(task)
-        self.metric_name: str = self.fixed_metric or self.options.metric
-        self._metric = self.load_metric()
+        verifier = self.options.verifier
+        self._verifier = task.template("options.verifier", verifier) if verifier else None
+        self.metric_name: str = "verified" if verifier else self.options.metric
+        self._metric = None if verifier else self._load_metric()
         n = self.config.generation.samples
         if n > 1 and not self.config.generation.temperature:
             raise ConfigError(
@@ -164,18 +117,20 @@ class Generate(Kind):
         self.metrics = {**own, **samples, **{name: m for name, m in shares.items() if name not in own}}
         self.default_metrics = (*own, *samples)
 
-    def load_metric(self) -> Any:
+    def check_fields(self, fields: Collection[str]) -> None:
+        """See `Kind`."""
+        super().check_fields(fields)
+        if self._verifier is not None:
+            self._verifier.check_fields(fields, required=False)
+
+    def _load_metric(self) -> Any:
         """Return the metric. Raises ConfigError: it does not exist, or has no such option."""
         try:
-            return get_grader(self.metric_name, self.metric_options(), named_by="options.metric")
+            return get_grader(self.metric_name, self.options.metric_options, named_by="options.metric")
         except ConfigError as error:
             raise ConfigError(
                 f"task {self.config.name}: {error.what}", expected=error.expected, do=error.do
             ) from error
-
-    def metric_options(self) -> Mapping[str, Any]:
-        """Return the arguments of the metric that all items share."""
-        return dict(getattr(self.options, "metric_options", {}))
 
     def sandbox(self) -> Sandbox | None:
         """Return a new sandbox, or None if the metric runs no programs."""
@@ -188,7 +143,7 @@ class Generate(Kind):
             return replace(item, gold=LETTERS[gold_index(item.gold, item.choices, where)])
         return (
             item
-            if self.metric_name in ("constraints", "repetition", "compiles", "doctest")
+            if self.metric_name in ("constraints", "repetition", "compiles", "doctest", "verified")
             else replace(item, gold=self._one(item.gold, where))
         )
 
@@ -198,12 +153,15 @@ class Generate(Kind):
         return one_gold(gold, where)
 
     def check(self, item: Any) -> None:
-        """Raises DataError: the metric cannot compare with the gold answer."""
+        """Raises DataError: the metric cannot compare with the gold answer, or the item has no verifier or prompt."""
         if self.metric_name.startswith(CUSTOM):
             return  # it runs in its own process
-        function = self._metric.build if isinstance(self._metric, ProgramGrader) else self._metric
+        function: Any = self._metric.build if isinstance(self._metric, ProgramGrader) else self._metric
         try:
-            function(self._gold(item), "", **self._item_options(item))
+            if function is None:
+                parse_graders(self._verifiable(item).verifier)
+            else:
+                function(self._gold(item), "", **self._item_options(item))
         except WhorlError as error:
             raise DataError(
                 f"task {self.config.name}, item {item.id!r}: {error.what}",
@@ -216,8 +174,8 @@ class Generate(Kind):
 
     def _item_options(self, item: Any) -> dict[str, Any]:
         """Return the arguments of the metric for one item: also its prompt and choices, where the metric takes them."""
-        found = dict(self.metric_options())
-        for name in getattr(self.options, "metric_fields", ()):
+        found = dict(self.options.metric_options)
+        for name in self.options.metric_fields:
             found[name] = item.fields.get(name, "")
         if item.choices and takes(self._metric, "options"):
             found.setdefault("options", list(item.choices))
@@ -225,21 +183,27 @@ class Generate(Kind):
             found.setdefault("prompt", self.template(item.variables, item.id))
         return found
 
+    def prompt(self, item: Any) -> str | tuple[Message, ...]:
+        """See `Kind`; with a verifier the messages of a record that has some."""
+        messages = () if self._verifier is None else tuple(item.fields.get("messages") or ())
+        return messages or super().prompt(item)
+
+    def _verifiable(self, item: Any) -> VerifiableTask:
+        """Return an item as a task of training. Raises DataError: it has no prompt."""
+        assert self._verifier is not None
+        prompt: str = self.template(item.variables, item.id)
+        verifier: str = self._verifier(item.variables, item.id)
+        messages: Sequence[Message] = ()
+        if self.config.chat or not prompt:
+            messages = item.fields.get("messages") or ({"role": "user", "content": prompt},)
+            prompt = ""
+        answer = "" if item.gold is None else str(item.gold)
+        return VerifiableTask(item.id, prompt, tuple(messages), verifier, answer)
+
     def requests(self, item: Any) -> Sequence[GenerateRequest]:
         """See `Kind`: one for each sample."""
-        each, prompt = self.config.generation, self.prompt(item)
-        return [
-            GenerateRequest(
-                prompt,
-                each.max_tokens,
-                each.stop,
-                each.temperature,
-                each.top_p,
-                each.seed + SEED_STEP * k,
-                each.heal,
-            )
-            for k in range(each.samples)
-        ]
+        prompt = self.prompt(item)
+        return [self.generate_request(item, prompt, k) for k in range(self.config.generation.samples)]
 
     def steps(self, item: Any) -> Steps:
         """See `Kind`."""
@@ -263,6 +227,14 @@ class Generate(Kind):
 
     def grade(self, items: Sequence[Any], completions: Sequence[Completion]) -> list[Grade]:
         """Return the scores of each completion of the item at the same index."""
+        if self.options.trim:
+            prompts = [self.template(item.variables, item.id) for item in items]
+            completions = [_trimmed(*pair) for pair in zip(prompts, completions, strict=True)]
+        if self._verifier is not None:
+            tasks = [self._verifiable(item) for item in items]
+            with Sandbox() if needs_sandbox(tasks) else nullcontext() as sandbox:
+                grades = grade_tasks(tasks, completions, sandbox)
+            return [_verified(*pair) for pair in zip(grades, completions, strict=True)]
         options = [self._item_options(item) for item in items]
         with self.sandbox() or nullcontext() as sandbox:
             golds = [self._gold(item) for item in items]
@@ -327,19 +299,19 @@ class Generate(Kind):
         ]
 
 
-class ProgramOptions(SampleOptions):
+class ProgramOptions(GenerateOptions):
     """Settings of the kind `program`."""
 
+    metric: str = "program"
     seconds: float = Field(default=5.0, gt=0, description="time of one program with its tests")
     memory_bytes: int = Field(default=512 << 20, ge=1 << 20)
     workers: int = Field(default=2, ge=1, description="programs that run at once")
-    metric_options: dict[str, Any] = Field(default={}, description="entry_point or prompt of all items")
 
 
 class ProgramTests(Generate):
     """The kind `program`: the gold answer is the source of the tests, or a record of HumanEval."""
 
-    Options, fixed_metric = ProgramOptions, "program"
+    Options = ProgramOptions
 
     def sandbox(self) -> Sandbox | None:
         """See `Generate`."""
@@ -348,10 +320,34 @@ class ProgramTests(Generate):
         return Sandbox(limits, workers=options.workers)
 
 
+class ConstraintOptions(GenerateOptions):
+    """Settings of the kind `constraints`."""
+
+    metric: str = "constraints"
+
+
 class Constraints(Generate):
     """The kind `constraints`: the gold answer is the list of constraints, or a record of IFEval."""
 
-    Options, fixed_metric = SampleOptions, "constraints"
+    Options = ConstraintOptions
+
+
+def verifiable_task(name: str, tasks: Sequence[VerifiableTask], generation: Mapping[str, Any]) -> EvalTask:
+    """Return the task of the kind `generate` with the prompts and verifiers of `tasks`.
+
+    Raises:
+        DataError: a task has tools, which a conversation of one message cannot offer.
+    """
+    for task in tasks:
+        if task.tools or task.chat_template_kwargs:
+            raise DataError(f"task {task.id!r} has tools", expected="a prompt or messages alone")
+    names = ("id", "prompt", "messages", "verifier", "answer")
+    records = [{name: getattr(task, name) for name in names} for task in tasks]
+    config = {
+        "name": name, "kind": "generate", "template": "{{ prompt }}", "gold": "answer", "generation": generation,
+        "options": {"verifier": "{{ verifier }}"},
+    }  # fmt: skip
+    return make_task(parse_task(config, name), records)
 
 
 def shown_gold(gold: Any) -> str:
@@ -369,3 +365,22 @@ def _mean_scores(graded: Sequence[Grade]) -> dict[str, float]:
         values = [each.scores[name] for each in graded if name in each.scores]
         found[name] = sum(values) / len(values)
     return found
+
+
+def _trimmed(prompt: str, completion: Completion) -> Completion:
+    """Return a completion that ends where its indentation closes the function of the prompt: a model writes on after it."""
+    end = b"" if completion.finish == "length" else END_OF_DOCUMENT
+    body = trim_to_function(prompt.encode(), completion.text.encode("utf-8", "replace") + end)
+    return completion if body is None else replace(completion, text=body.decode())
+
+
+def _verified(grade: Grade, completion: Completion) -> Grade:
+    """Return the grade of a verifier with its scores, and the answer that counts as a vote; "" without one."""
+    if grade.failed:
+        return grade
+    answer = "" if grade.outcome in UNANSWERED else grade.answer or completion.text.strip()
+    cut = not grade.passed and completion.finish == "length"
+    scores = {"passed": float(grade.passed), "reward": grade.value}
+    return replace(
+        grade, scores=scores, answer=answer, weights={}, outcome="truncated" if cut else grade.outcome
+    )

@@ -177,11 +177,7 @@ class Judge(Kind):
         responses: tuple[Response, ...] = ()
         answer = self.fixed_answer(item)
         if answer is None:
-            each = self.config.generation
-            request = GenerateRequest(
-                self.prompt(item), each.max_tokens, each.stop, each.temperature, each.top_p, each.seed
-            )
-            [response] = yield Round([request])
+            [response] = yield Round([self.generate_request(item, self.prompt(item))])
             responses = (response,)
             if not isinstance(response, Completion):
                 return Answered(item, responses)

@@ -25,20 +25,22 @@ back end gets large batches. A kind of episodes writes `answer` instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from whorl.errors import ConfigError, one_of
-from whorl.evals.model.requests import Completion, Message, Missing, Request, Response, Score
+from whorl.evals.model.requests import Completion, GenerateRequest, Message, Missing, Request, Response, Score
 from whorl.evals.results import ItemResult, Outcome, TaskMeasure
 from whorl.evals.tasks.config import settings_error
+from whorl.tracking.seeds import derive
 
 if TYPE_CHECKING:
     from whorl.evals.tasks.task import EvalTask, Item
 
 MODEL = "model"  # role of the model under evaluation
+SEEDS = 1 << 31  # an endpoint may take no larger one
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,22 @@ class Kind:
         if self.config.chat:
             return self.task.messages(self.template, item, self.example_answer)
         return self.task.prompt(self.template, item, self.example_answer)
+
+    def generate_request(
+        self, item: Item, prompt: str | tuple[Message, ...], sample: int = 0, **changes: Any
+    ) -> GenerateRequest:
+        """Return the request of one sample of an item.
+
+        Each sample of each item has its own seed: equal ones would correlate the samples of different items, which
+        intervals do not expect. Greedy requests need none, so equal ones stay equal.
+        """
+        each = self.config.generation
+        request = GenerateRequest(
+            prompt, each.max_tokens, each.stop, each.temperature, each.top_p, heal=each.heal
+        )
+        request = replace(request, **changes)
+        seed = derive(each.seed, item.id, sample) % SEEDS if request.temperature else each.seed
+        return replace(request, seed=seed)
 
     def requests(self, item: Item) -> Sequence[Request]:
         """Return the requests of an item, for a kind of one round."""

@@ -29,11 +29,9 @@ from whorl.errors import ConfigError
 from whorl.evals.kinds.kind import Answered, Metric, Round
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Response, Score
 from whorl.evals.statistics.pass_at_k import best_of_n, majority_at_k
-from whorl.tracking.seeds import derive
 
 REWARD = "reward"  # role of a reward model
 TOKENS = "tokens"
-SEEDS = 1 << 31  # an endpoint may take no larger one
 
 
 class SampleOptions(BaseModel):
@@ -91,11 +89,7 @@ def curve_metrics(options: SampleOptions, ks: Sequence[int]) -> dict[str, Metric
 def scaled_steps(
     item: Any, requests: Sequence[GenerateRequest], options: SampleOptions, tokenizer: Any
 ) -> Generator[Round, Sequence[Response], Answered]:
-    """Yield the rounds of an item: samples, their rewards, continuations, and answers at the budgets.
-
-    Each item has its own seeds: equal ones would correlate the samples of different items, which intervals do not expect.
-    """
-    requests = [replace(r, seed=derive(r.seed, item.id) % SEEDS) for r in requests]
+    """Yield the rounds of an item: samples, their rewards, continuations, and answers at the budgets."""
     responses = yield Round(requests)
     samples = [each for each in responses if isinstance(each, Completion)]
     if len(samples) < len(responses):

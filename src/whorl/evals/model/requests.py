@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Message = Mapping[str, str]  # role, content
+Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Completion:
     text: str
     ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
-    finish: Literal["stop", "length"] = "stop"
+    finish: Finish = "stop"
     n_cut: int = 0
 
 

@@ -78,7 +78,7 @@ _TASKS: Mapping[str, dict[str, Any]] = {
         "gold": "header", "data": _DATA, "generation": _GENERATION, "options": {"metric": "parses"},
     },
     "own-doctests": {
-        "kind": "verify", "about": "bodies of functions that compute their examples", "template": "{{ prompt }}",
+        "kind": "generate", "about": "bodies of functions that compute their examples", "template": "{{ prompt }}",
         "gold": "answer", "data": _DATA, "generation": _GENERATION, "options": {"verifier": "doctest", "trim": True},
         "metrics": ("passed",),
     },

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from whorl.align.rl.environments.calculator import CalculatorEnv, calculate
 from whorl.evals.episodes.environment import Reply, Turn
 from whorl.evals.grading import Grade, VerifiableTask, grade_tasks
+from whorl.evals.model.requests import Completion
 from whorl.tokens.chat.tool_calls import parse_reply
 
 TASK = VerifiableTask("t", messages=({"role": "user", "content": "6*7?"},), verifier="numeric", answer="42")
 
 
 class Services:
-    async def verify(self, task: VerifiableTask, text: str) -> Grade:
-        return grade_tasks([task], [text])[0]
+    async def verify(self, task: VerifiableTask, completion: Completion) -> Grade:
+        return grade_tasks([task], [completion])[0]
 
     async def run(self, program: Any) -> Any:
         raise NotImplementedError
@@ -29,7 +30,7 @@ class Services:
 def step(text: str) -> Turn:
     env = CalculatorEnv(Services())
     env.reset(TASK)
-    return asyncio.run(env.step(TASK.messages, Reply(text, True)))
+    return asyncio.run(env.step(TASK.messages, Reply(text)))
 
 
 def call(body: str) -> str:

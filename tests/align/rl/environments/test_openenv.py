@@ -68,7 +68,7 @@ def play(url: str, replies: list[str], row: VerifiableTask, **options: Any) -> l
         env = make_environment(config, loop)
         found: list[Any] = loop.reset_all([env], [row], config.reset_seconds)
         for key, text in enumerate(replies):
-            loop.submit(key, env, (), Reply(text, True), 10.0)
+            loop.submit(key, env, (), Reply(text), 10.0)
             while (answer := loop.take(0.05)) is None:
                 pass
             found.append(answer[1])

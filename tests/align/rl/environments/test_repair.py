@@ -25,7 +25,7 @@ def attempts(loop: EnvLoop, texts: list[str], **options: float) -> list[Turn]:
     env.reset(TASK)
     turns = []
     for key, text in enumerate(texts):
-        loop.submit(key, env, TASK.messages, Reply(text, True), 10.0)
+        loop.submit(key, env, TASK.messages, Reply(text), 10.0)
         while (found := loop.take(0.01)) is None:
             if loop.awaits_flush:
                 loop.flush()

@@ -54,7 +54,7 @@ class CalculatorEnv(TextEnv):
         parsed = parse_reply(reply.text)
         calls, malformed = parsed.calls, parsed.malformed
         if not calls and not malformed:
-            grade = await self.services.verify(self.task, reply.text)
+            grade = await self.services.verify(self.task, reply)
             return Turn(reward=grade.value, done=True, info=grade_info(grade))
         results = []
         for call in calls:

@@ -150,6 +150,7 @@ def _evaluator(
     from whorl.align.preference.reward_model import load_reward_verifier
     from whorl.align.rl.evaluation import evaluate_episodes
     from whorl.align.rl.samples import make_samples
+    from whorl.evals.model.requests import Completion
 
     def evaluate(name: str) -> dict[str, float]:
         greedy = evaluate_episodes(network, tokenizer, tests, config)
@@ -161,7 +162,9 @@ def _evaluator(
         }
         if reward_model is not None:  # accuracy still comes from the verifiers
             dtype = str(network.model.dtype).removeprefix("torch.")
-            scores = load_reward_verifier(reward_model, dtype, ctx.machine.device)(tests, sampled[0])
+            scores = load_reward_verifier(reward_model, dtype, ctx.machine.device)(
+                tests, [Completion(text) for text in sampled[0]]
+            )
             found["reward_model_score"] = sum(grade.value for grade in scores) / len(scores)
         return found
 

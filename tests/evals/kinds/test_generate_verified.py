@@ -1,4 +1,4 @@
-"""The kind `verify`: verdicts of verifiers as scores, with the outcomes of items."""
+"""The kind `generate` with a verifier: verdicts of verifiers as scores, with the outcomes of items."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whorl.errors import WhorlError
 from whorl.evals.model.requests import Completion
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
-from whorl.evals.tasks import make_task
+from whorl.evals.tasks import EvalTask, make_task
 from whorl.evals.tasks.config import parse_task
 from whorl.registry import permit_code
 
@@ -19,9 +19,20 @@ SUM = {"id": "s", "prompt": "2+3=", "answer": "5", "verifier": "0.2 format(.*[0-
 CODE = {"id": "c", "prompt": "def f(x):\n", "answer": ">>> f(2)\n4", "verifier": "doctest"}
 
 
+def task_of(records: list[dict[str, Any]], options: Any = (), **fields: Any) -> EvalTask:
+    options = {"verifier": "{{ verifier }}", **dict(options)}
+    config = {
+        "name": "v",
+        "kind": "generate",
+        "template": "{{ prompt }}",
+        "gold": "answer",
+        "options": options,
+    }
+    return make_task(parse_task({**config, **fields}, "v"), records)
+
+
 def run(records: list[dict[str, Any]], answers: dict[str, str], **fields: Any) -> TaskResult:
-    config = {"name": "v", "kind": "verify", "template": "{{ prompt }}", "gold": "answer", **fields}
-    return evaluate(by_text(lambda prompt: answers[prompt]), [make_task(parse_task(config, "v"), records)])[0]
+    return evaluate(by_text(lambda prompt: answers[prompt]), [task_of(records, **fields)])[0]
 
 
 def test_weighted_verifier_gives_reward_and_verdict() -> None:
@@ -44,9 +55,8 @@ def test_conversation_is_verified_without_its_prompt() -> None:
 
 
 def test_limit_and_broken_verifier_are_no_wrong_answers() -> None:
-    config = {"name": "v", "kind": "verify", "template": "{{ prompt }}", "gold": "answer"}
     cut = FakeBackend(lambda _: Completion("so", finish="length"))
-    assert evaluate(cut, [make_task(parse_task(config, "v"), [SUM])])[0].outcomes == {"truncated": 1}
+    assert evaluate(cut, [task_of([SUM])])[0].outcomes == {"truncated": 1}
     permit_code("tests.support.evals.grading_functions:raises")
     broken = SUM | {"verifier": "custom:tests.support.evals.grading_functions:raises"}
     result = run([broken], {"2+3=": "5"})
