@@ -15,9 +15,9 @@ import torch
 from golden_case import Result, case, digest, fixed, text_hash
 from golden_inputs import HEADS, SHAPES
 from tests.support.train.model_shapes import disturbed
-from whorl.engine.native.runner import NativeRunner
 
 from whorl.engine.config import EngineConfig
+from whorl.engine.cpu.runner import NativeRunner
 from whorl.engine.engine import Engine
 from whorl.engine.request import Grammar, Request
 from whorl.engine.sampling.grammar import GrammarCompiler

@@ -13,9 +13,9 @@ from cases_surface import names
 from golden_case import TOLERANCE, Result, fixed
 from golden_inputs import SHAPES
 from tests.support.train.tiny import make_tokens
-from whorl.engine.native import build
 from write import NAMES, STORED
 
+from whorl.engine.cpu import build
 from whorl.nn.experts import experts
 
 GOLDEN: dict[str, Any] = json.loads(STORED.read_text())

@@ -45,9 +45,8 @@ from whorl.align.stage.task import (
     run_stage,
 )
 from whorl.errors import CheckpointError, DataError
-from whorl.evals.grading import Grade, VerifiableTask
+from whorl.evals.grading import Completion, Grade, VerifiableTask
 from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
-from whorl.evals.model.requests import Completion
 from whorl.models import LanguageModel, load_model, save_model
 from whorl.objectives.next_token import Loss
 from whorl.objectives.reward import bradley_terry

@@ -31,6 +31,8 @@ from pydantic import BaseModel, Field
 from whorl.errors import ConfigError, DataError, WhorlError
 from whorl.evals.code.parse_rate import END_OF_DOCUMENT, trim_to_function
 from whorl.evals.grading import (
+    CUSTOM,
+    UNANSWERED,
     Grade,
     VerifiableTask,
     get_grader,
@@ -38,10 +40,9 @@ from whorl.evals.grading import (
     grade_tasks,
     needs_sandbox,
     parse_graders,
+    takes,
 )
-from whorl.evals.grading.grade import UNANSWERED
 from whorl.evals.grading.programs import ProgramGrader
-from whorl.evals.grading.registry import CUSTOM, takes
 from whorl.evals.kinds.gold import gold_index, one_gold
 from whorl.evals.kinds.kind import Answered, Kind, Metric, Steps
 from whorl.evals.kinds.scaling import (

@@ -150,7 +150,7 @@ def _evaluator(
     from whorl.align.preference.reward_model import load_reward_verifier
     from whorl.align.rl.evaluation import evaluate_episodes
     from whorl.align.rl.samples import make_samples
-    from whorl.evals.model.requests import Completion
+    from whorl.evals.grading import Completion
 
     def evaluate(name: str) -> dict[str, float]:
         greedy = evaluate_episodes(network, tokenizer, tests, config)
