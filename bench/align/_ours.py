@@ -25,9 +25,9 @@ from whorl.align.rl.rollout import Rollouts, RolloutWorker
 from whorl.align.rl.train import train_policy
 from whorl.align.stage.sft import fine_tune
 from whorl.evals.grading import GRADERS, Grade, VerifiableTask
-from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
 from whorl.slots import BoardReader, Slot
 from whorl.tokens.hf_tokenizer import load_tokenizer
+from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample
 from whorl.train.config import OptimConfig, ScheduleConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -56,7 +56,7 @@ class FixedLengthWorker(RolloutWorker):
         # Registered here, because each replica process has a separate registry.
         GRADERS.entries["spaces"] = f"{__name__}:spaces"
         super().setup(rows)
-        self._example_tokenizer.stop_ids = frozenset()
+        self._encoder.stop_ids = frozenset()
 
 
 @dataclass
@@ -78,7 +78,7 @@ def grpo(
     tokenizer = load_tokenizer(folder)
     banned = set(tokenizer.control_ids) - set(tokenizer.end_ids)
     tasks = [VerifiableTask(id=str(n), prompt=text, verifier="spaces") for n, text in enumerate(prompts)]
-    length = n_new + max(len(ExampleTokenizer(tokenizer).prompt(text)) for text in prompts)
+    length = n_new + max(len(TokenEncoder(tokenizer).prompt(text)) for text in prompts)
 
     def observe(step: int, metrics: dict[str, float], experience: Experience) -> None:
         if set(experience.length.tolist()) != {n_new}:

@@ -43,14 +43,14 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.io import evaluate_tasks, make_policy_model
     from whorl.align.stage.sft import fine_tune
-    from whorl.evals.model.example import ExampleTokenizer
     from whorl.models import make_model, whorl_decoder
+    from whorl.tokens.token_encoder import TokenEncoder
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.tracking.seeds import generator, numpy_rng
 
     torch.set_num_threads(1)
     tokenizer = Tokenizer([bytes([i]) for i in range(256)])
-    example_tokenizer, pad = ExampleTokenizer(tokenizer), tokenizer.pad_id
+    encoder, pad = TokenEncoder(tokenizer), tokenizer.pad_id
     source = Arithmetic(seed=seed, weights={1: 2.0, 2: 1.0, 5: 1.0}, digit_by_digit=True)
     shape = whorl_decoder(
         vocab_size=264,
@@ -65,10 +65,10 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     held_out = [source.task(p) for p in source.distinct(min(60, HELD_OUT) if quick else HELD_OUT)]
     result: dict[str, Any] = {"seed": seed, "solved": {}, "seconds": {}}
     base = make_model(shape, generator(seed, "weights"))
-    network = make_policy_model(base, example_tokenizer, SFTConfig(), context_hint=256)
+    network = make_policy_model(base, encoder, SFTConfig(), context_hint=256)
 
     def evaluate(stage: str) -> None:
-        _, verdicts = evaluate_tasks(network, example_tokenizer, held_out, max_tokens=COMPLETION, length=112)
+        _, verdicts = evaluate_tasks(network, encoder, held_out, max_tokens=COMPLETION, length=112)
         result["solved"][stage] = sum(v.passed for v in verdicts) / len(verdicts)
 
     def train(stage: str, texts: list[Any], lr_scale: float, epochs: float = 1.0) -> None:
@@ -84,7 +84,7 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     base_problems = source.problems(0, min(1_000, BASE_PROBLEMS) if quick else BASE_PROBLEMS)
     train(
         "base",
-        [example_tokenizer.prompt_completion(source.prompt(p), source.solution(p)) for p in base_problems],
+        [encoder.prompt_completion(source.prompt(p), source.solution(p)) for p in base_problems],
         0.7,
     )
     rng = numpy_rng(seed, "short")
@@ -95,7 +95,7 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     train(
         "sft",
         [
-            example_tokenizer.prompt_completion(source.prompt(p), s)
+            encoder.prompt_completion(source.prompt(p), s)
             for p, s in zip(sft_problems, completions, strict=True)
         ],
         0.15,

@@ -38,8 +38,8 @@ from whorl.align.rl.config import AsyncRolloutConfig, RLConfig, RLRunConfig
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.train import train_policy
 from whorl.evals.grading.task import VerifiableTask
-from whorl.evals.model.example import ExampleTokenizer
 from whorl.tokens.hf_tokenizer import load_tokenizer
+from whorl.tokens.token_encoder import TokenEncoder
 
 QUICK = "--quick" in sys.argv
 PROMPTS, ANSWERS, NEW, WARM = sized((8, 8, 32, 2) if QUICK else (16, 8, 32, 3), (2, 2, 8, 1))
@@ -59,7 +59,7 @@ def steps(
     tasks = [
         VerifiableTask(id=str(i), prompt=text, verifier="format((?s).* .*)") for i, text in enumerate(texts)
     ]
-    length = NEW + max(len(ExampleTokenizer(tokenizer).prompt(text)) for text in texts)
+    length = NEW + max(len(TokenEncoder(tokenizer).prompt(text)) for text in texts)
     banned = set(tokenizer.control_ids) - set(tokenizer.end_ids)
     network = PolicyModel(work.model(DTYPES[kind]), banned_ids=banned)
     worker = DelayedWorker(

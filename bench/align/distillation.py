@@ -52,17 +52,17 @@ from whorl.align.distillation.train import train_student
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
 from whorl.engine.sampling_params import SamplingParams
-from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
-from whorl.evals.model.sampling import rollout_engine, sample_completions
+from whorl.evals.model.sampling import open_engine, sample_completions
 from whorl.models import LanguageModel, TransformerConfig, load_model, make_model, save_model, whorl_decoder
+from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator
 
 TOKENIZER = Tokenizer([bytes([i]) for i in range(256)])
-EXAMPLE_TOKENIZER = ExampleTokenizer(TOKENIZER)
+ENCODER = TokenEncoder(TOKENIZER)
 VOCAB, LENGTH, BATCH, MAX_COMPLETION = 264, 96, *sized((32, 48), (4, 16))
 TEACHER_TEXTS, STUDENT_TEXTS, QUICK_HELD_OUT, TIMING_STEPS = sized((7900, 300, 40, 3), (40, 20, 6, 1))
-BANNED = frozenset(EXAMPLE_TOKENIZER.banned_ids(VOCAB))
+BANNED = frozenset(ENCODER.banned_ids(VOCAB))
 
 
 def shape_of(width: int) -> TransformerConfig:
@@ -99,7 +99,7 @@ def sums(seed: int, n: int, *, held_out: bool = False) -> list[ArithmeticProblem
 
 
 def texts_of(problems: Sequence[ArithmeticProblem]) -> list[TokenizedExample]:
-    return [EXAMPLE_TOKENIZER.prompt_completion(f"{p.expression}\n", in_columns(p)) for p in problems]
+    return [ENCODER.prompt_completion(f"{p.expression}\n", in_columns(p)) for p in problems]
 
 
 def accuracy(model: LanguageModel, n: int) -> float:
@@ -107,17 +107,17 @@ def accuracy(model: LanguageModel, n: int) -> float:
     copy = make_model(model.config).requires_grad_(False).eval()
     copy.load_state_dict(model.state_dict())
     problems = sums(99, n, held_out=True)
-    prompts = [EXAMPLE_TOKENIZER.prompt(f"{p.expression}\n") for p in problems]
-    engine = rollout_engine(copy, EXAMPLE_TOKENIZER, sequences=64, max_length=LENGTH)
+    prompts = [ENCODER.prompt(f"{p.expression}\n") for p in problems]
+    engine = open_engine(copy, (64, LENGTH), ENCODER, with_text=False)
     found = sample_completions(
         engine,
         prompts,
         SamplingParams(temperature=0),
         max_tokens=MAX_COMPLETION,
-        stop_ids=EXAMPLE_TOKENIZER.stop_ids,
+        stop_ids=ENCODER.stop_ids,
         seed=0,
     )
-    answers = [EXAMPLE_TOKENIZER.decode(one.ids).rpartition(ANSWER_PREFIX)[2] for one in found]
+    answers = [ENCODER.decode(one.ids).rpartition(ANSWER_PREFIX)[2] for one in found]
     return statistics.mean(s == str(p.answer) for s, p in zip(answers, problems, strict=True))
 
 
@@ -156,7 +156,7 @@ def arm(
     )  # fmt: skip
     began = time.process_time()
     train_student(
-        PolicyModel(model, banned_ids=BANNED), LiveTeacher(teacher), texts, config, example_tokenizer=EXAMPLE_TOKENIZER,
+        PolicyModel(model, banned_ids=BANNED), LiveTeacher(teacher), texts, config, encoder=ENCODER,
         pad_id=TOKENIZER.pad_id, callback=observe,
     )  # fmt: skip
     return model, {**spent, "seconds": time.process_time() - began, "steps": steps}
@@ -188,7 +188,7 @@ def one_seed(
         if source == "teacher":
             prompts = [text.ids[: text.prompt_length].tolist() for text in others[: steps * BATCH]]
             examples, _ = sample_teacher_completions(
-                teacher, EXAMPLE_TOKENIZER, prompts, length=LENGTH, max_tokens=MAX_COMPLETION, seed=seed
+                teacher, ENCODER, prompts, length=LENGTH, max_tokens=MAX_COMPLETION, seed=seed
             )
         sampling_seconds = time.process_time() - began
         model, cost = arm(student, teacher, examples, seed, fraction, divergence, steps)

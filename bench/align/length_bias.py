@@ -77,14 +77,14 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
     from whorl.align.stage.io import make_policy_model
     from whorl.align.stage.sft import fine_tune
     from whorl.evals.grading import GRADERS, VerifiableTask
-    from whorl.evals.model.example import ExampleTokenizer
     from whorl.models import make_model, whorl_decoder
+    from whorl.tokens.token_encoder import TokenEncoder
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.tracking.seeds import generator, numpy_rng
 
     torch.set_num_threads(1)
     tokenizer = Tokenizer([bytes([i]) for i in range(256)])
-    example_tokenizer, rng = ExampleTokenizer(tokenizer), numpy_rng(seed, "walks")
+    encoder, rng = TokenEncoder(tokenizer), numpy_rng(seed, "walks")
     shape = whorl_decoder(
         vocab_size=264, d_model=64, n_layers=3, mlp_hidden=192, n_heads=2, n_kv_heads=2, head_dim=32,
         ngram_orders=(),
@@ -100,10 +100,10 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
         prediction, walk = str(rng.integers(2)), walk_of(map_text)
         n = min(int(rng.geometric(1 - CONTINUE)) - 1, MAX_COMPLETION - 16)
         rest = "+" + "." * n if prediction == side(walk) else "-" + "?" * n
-        return example_tokenizer.prompt_completion(f"{map_text}\n", f"{prediction}:{walk}{rest}")
+        return encoder.prompt_completion(f"{map_text}\n", f"{prediction}:{walk}{rest}")
 
     network = make_policy_model(
-        make_model(shape, generator(seed, "weights")), example_tokenizer, SFTConfig(), context_hint=128
+        make_model(shape, generator(seed, "weights")), encoder, SFTConfig(), context_hint=128
     )
     texts = [example() for _ in range(QUICK_TEXTS if quick else TEXTS)]
     fine_tune(

@@ -21,7 +21,7 @@ import torch
 from bench._run import claim, parse, sized
 from bench.align.distillation import (
     BANNED,
-    EXAMPLE_TOKENIZER,
+    ENCODER,
     LENGTH,
     MAX_COMPLETION,
     TEACHER_TEXTS,
@@ -33,7 +33,7 @@ from bench.align.distillation import (
 from torch import Tensor
 
 from whorl.align.model.policy_model import PolicyModel
-from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
+from whorl.evals.model.sampling import open_engine, policy_sampling, sample_completions
 from whorl.models import LanguageModel, make_model
 from whorl.objectives.log_probs import token_log_probs_reference
 from whorl.tracking.seeds import generator
@@ -44,14 +44,14 @@ WIDTHS = {"student": 64, "teacher": 128}
 def differences(model: LanguageModel, n: int) -> dict[str, Tensor]:
     """Return absolute differences [ids] of log-probabilities of sampled ids, in nats, by pair of implementations."""
     model.requires_grad_(False).eval()
-    prompts = [EXAMPLE_TOKENIZER.prompt(f"{p.expression}\n") for p in sums(5, n, held_out=True)]
-    engine = rollout_engine(model, EXAMPLE_TOKENIZER, sequences=64, max_length=LENGTH)
+    prompts = [ENCODER.prompt(f"{p.expression}\n") for p in sums(5, n, held_out=True)]
+    engine = open_engine(model, (64, LENGTH), ENCODER, with_text=False)
     found = sample_completions(
         engine,
         prompts,
         policy_sampling(1.0),
         max_tokens=MAX_COMPLETION,
-        stop_ids=EXAMPLE_TOKENIZER.stop_ids,
+        stop_ids=ENCODER.stop_ids,
         seed=0,
     )
     rows = [[*prompt, *one.ids] for prompt, one in zip(prompts, found, strict=True)]

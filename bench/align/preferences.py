@@ -37,14 +37,14 @@ from whorl.align.preference.pairs import PreferencePair, valid_pairs
 from whorl.align.preference.reward_model import RewardModel, train_reward_model
 from whorl.align.preference.reward_report import evaluate_reward_model
 from whorl.align.stage.sft import fine_tune
-from whorl.evals.model.example import ExampleTokenizer, LengthFilter, concat
 from whorl.evals.model.sampling import (
     SampledCompletion,
+    open_engine,
     policy_sampling,
-    rollout_engine,
     sample_completions,
 )
 from whorl.models import Transformer, whorl_decoder
+from whorl.tokens.token_encoder import LengthFilter, TokenEncoder, concat
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator, numpy_rng
 
@@ -96,14 +96,14 @@ class Contest:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.example_tokenizer = ExampleTokenizer(Tokenizer([bytes([i]) for i in range(256)]))
-        self.pad_id = self.example_tokenizer.tokenizer.pad_id
+        self.encoder = TokenEncoder(Tokenizer([bytes([i]) for i in range(256)]))
+        self.pad_id = self.encoder.tokenizer.pad_id
         rng = numpy_rng(seed, "brackets")
         prompts = ["".join(p) for n in (4, 5, 6) for p in itertools.product(OPEN, repeat=n)]
         order = rng.permutation(prompts).tolist()
         self.held, self.known = order[:HELD_OUT], order[HELD_OUT:]
         sft_prompts = [str(p) for p in rng.choice(self.known, SFT_PROMPTS)]
-        texts = [self.example_tokenizer.prompt_completion(p, careless(p, rng)) for p in sft_prompts]
+        texts = [self.encoder.prompt_completion(p, careless(p, rng)) for p in sft_prompts]
         limit = LengthFilter(24)
         texts = limit.tokenize(texts, lambda text: text)
         began = time.perf_counter()
@@ -126,32 +126,32 @@ class Contest:
         return model
 
     def network(self, weights: dict[str, torch.Tensor] | None = None) -> PolicyModel:
-        out = self.example_tokenizer.banned_ids(CONFIG.vocab_size)
+        out = self.encoder.banned_ids(CONFIG.vocab_size)
         return PolicyModel(self.model(weights), banned_ids=out)
 
     def answers(
         self, weights: dict[str, torch.Tensor], prompts: list[str], name: str
     ) -> list[SampledCompletion]:
-        engine = rollout_engine(
+        engine = open_engine(
             self.model(weights).requires_grad_(False).eval(),
-            self.example_tokenizer,
-            sequences=128,
-            max_length=40,
+            (128, 40),
+            self.encoder,
+            with_text=False,
         )
-        ids = [self.example_tokenizer.prompt(p) for p in prompts]
+        ids = [self.encoder.prompt(p) for p in prompts]
         seed = int(numpy_rng(self.seed, "answers", name).integers(1 << 60))
         return sample_completions(
             engine,
             ids,
             policy_sampling(1.0),
             max_tokens=LONGEST,
-            stop_ids=self.example_tokenizer.stop_ids,
+            stop_ids=self.encoder.stop_ids,
             seed=seed,
         )
 
     def count_faults(self, prompts: list[str], found: list[SampledCompletion]) -> np.ndarray:
         return np.array(
-            [faults(p, self.example_tokenizer.decode(one.ids)) for p, one in zip(prompts, found, strict=True)]
+            [faults(p, self.encoder.decode(one.ids)) for p, one in zip(prompts, found, strict=True)]
         )
 
     def faults(self, weights: dict[str, torch.Tensor], name: str) -> np.ndarray:
@@ -168,9 +168,9 @@ class Contest:
             if one == other:
                 limit.reject("equal numbers of faults")
                 continue
-            texts = [concat(self.example_tokenizer.prompt(p), found[2 * g + i].ids) for i in (0, 1)]
+            texts = [concat(self.encoder.prompt(p), found[2 * g + i].ids) for i in (0, 1)]
             pairs.append(PreferencePair(*(texts if one < other else texts[::-1])))
-        return valid_pairs(self.example_tokenizer, pairs, limit), limit.rejected
+        return valid_pairs(self.encoder, pairs, limit), limit.rejected
 
     def win(self, count: np.ndarray) -> float:
         """Return the win rate of completions with `count` faults against the initial model."""
@@ -212,10 +212,7 @@ class Contest:
         print(found.table(), flush=True)
         prompts = [p for p in self.held for _ in range(4)]
         completions = self.answers(self.weights, prompts, "best of four")
-        texts = [
-            concat(self.example_tokenizer.prompt(p), one.ids)
-            for p, one in zip(prompts, completions, strict=True)
-        ]
+        texts = [concat(self.encoder.prompt(p), one.ids) for p, one in zip(prompts, completions, strict=True)]
         best = model.score_examples(texts).view(-1, 4).argmax(1).numpy()
         count = self.count_faults(prompts, completions).reshape(-1, 4)
         return {

@@ -158,8 +158,8 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.io import make_policy_model
     from whorl.align.stage.sft import fine_tune
-    from whorl.evals.model.example import ExampleTokenizer
     from whorl.models import make_model, whorl_decoder
+    from whorl.tokens.token_encoder import TokenEncoder
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.tracking.seeds import generator
 
@@ -167,7 +167,7 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
     words = WORDS[environment].encode().split(b"|")
     merges = dict.fromkeys(word[:n] for word in words for n in range(2, len(word) + 1))
     tokenizer = Tokenizer([bytes([i]) for i in range(256)] + [*merges], special_tokens=MARKERS)
-    example_tokenizer = ExampleTokenizer(tokenizer)
+    encoder = TokenEncoder(tokenizer)
     shape = whorl_decoder(
         vocab_size=-(-tokenizer.vocab_size // 8) * 8,
         d_model=96, n_layers=4, mlp_hidden=256, n_heads=4, n_kv_heads=4, head_dim=24, ngram_buckets=512
@@ -175,7 +175,7 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
     data = calculator_data if environment == "calculator" else repair_data
     n_texts, epochs, steps = SIZES[environment]
     conversations, tasks, held_out = data(seed, n_texts)
-    copies = [example_tokenizer.conversation(messages) for messages in copying(seed, COPIES[environment])]
+    copies = [encoder.conversation(messages) for messages in copying(seed, COPIES[environment])]
     reply, length = LIMITS[environment]
     result: dict[str, Any] = {"seed": seed}
     for arm in ARMS:
@@ -185,13 +185,13 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
             max_completion_tokens=reply, max_seq_len=length, optimizer="adamw", seed=seed,
         )  # fmt: skip
         model = make_model(shape, generator(seed, "weights"))
-        network = make_policy_model(model, example_tokenizer, SFTConfig(), context_hint=length)
+        network = make_policy_model(model, encoder, SFTConfig(), context_hint=length)
 
         def accuracy(turns: int | None = None, network: Any = network, config: RLConfig = config) -> float:
             if turns is not None and config.environment is not None:
                 limited = config.environment.model_copy(update={"max_turns": turns})
                 config = config.model_copy(update={"environment": limited})
-            _, verdicts = evaluate_episodes(network, example_tokenizer, held_out, config)
+            _, verdicts = evaluate_episodes(network, encoder, held_out, config)
             return sum(v.passed for v in verdicts) / len(verdicts)
 
         began = time.perf_counter()
@@ -199,7 +199,7 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
         if copies:
             once = sft.model_copy(update={"data": sft.data.model_copy(update={"epochs": 1.0})})
             fine_tune(network, copies, once, pad_id=tokenizer.pad_id)
-        texts = [example_tokenizer.conversation(messages) for messages in conversations[arm]]
+        texts = [encoder.conversation(messages) for messages in conversations[arm]]
         fine_tune(network, texts, sft, pad_id=tokenizer.pad_id)
         result[arm] = {"sft": accuracy(), "sft_seconds": time.perf_counter() - began}
         print(f"seed {seed}, {arm}: SFT {result[arm]}", file=sys.stderr, flush=True)

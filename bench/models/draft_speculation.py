@@ -17,7 +17,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, sized
 
-from whorl.align.stage.io import load_example_tokenizer, read_tasks
+from whorl.align.stage.io import read_tasks
 from whorl.engine import SamplingParams
 from whorl.engine.speculation.load import Speculation
 from whorl.engine.speculation.measure import SpeculationStats, measure_folder
@@ -25,6 +25,7 @@ from whorl.machine.device_probe import probe
 from whorl.models import read_config
 from whorl.recipes import parse_recipe, run_recipe
 from whorl.store import Store
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tracking.progress import Progress
 
 RECIPE = """
@@ -76,7 +77,7 @@ def main() -> None:
         recipe = parse_recipe(text, "drafts.toml")
         made = run_recipe(recipe, Store(given.store or folder), Progress()).artifacts
         target, draft, heads = (made[name].path for name in ("target", "draft", "multi_token"))
-        tokenizer = load_example_tokenizer(target)
+        tokenizer = TokenEncoder.load(target)
         tests = read_tasks(made["sums"].path, "test")[: sized(16, 2)]
         prompts = [tokenizer.prompt(task.prompt or task.messages) for task in tests]
         machine, samples = probe(), []

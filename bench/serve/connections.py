@@ -34,17 +34,19 @@ from whorl.plan.cost import decoder_config
 from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
 from whorl.serve.server import bind_socket, run_server
-from whorl.serve.worker.model_loading import make_engine, served_model
+from whorl.serve.worker.model_loading import served_model
+from whorl.evals.model.sampling import open_engine
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tokens.chat import ChatTemplate
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator
 
 torch.set_num_threads(1)
 words = Tokenizer([bytes([i]) for i in range(256)])
-chat = ChatTemplate(words)
+encoder = TokenEncoder(words)
 model = Transformer(decoder_config(64, 2, words.vocab_size), generator(0, "bench")).eval()
-engine = make_engine(model, words, chat, EngineConfig(max_model_len=256, kv_cache_tokens=8192))
-state = AppState(ServeConfig(port=0, max_queue=1024), [served_model(["tiny"], words, chat, engine)], engine)
+engine = open_engine(model, EngineConfig(max_model_len=256, kv_cache_tokens=8192), encoder)
+state = AppState(ServeConfig(port=0, max_queue=1024), [served_model(["tiny"], encoder, engine)], engine)
 run_server(state, bind_socket(state.config), lambda url: print(url, flush=True))
 """
 BODY = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 8, "ignore_eos": True}).encode()

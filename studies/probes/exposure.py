@@ -31,9 +31,9 @@ from numpy.typing import ArrayLike, NDArray
 from whorl.align.model.batch import pad
 from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import DataError
-from whorl.evals.model.example import ExampleTokenizer, TokenizedExample, concat
-from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
+from whorl.evals.model.sampling import open_engine, policy_sampling, sample_completions
 from whorl.models import LanguageModel
+from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample, concat
 
 # Log-probabilities of the ids in the loss of each text, in order, under the distribution that the engine samples from.
 TokenScorer = Callable[[Sequence[TokenizedExample]], Sequence[ArrayLike]]
@@ -74,7 +74,7 @@ class Exposure:
 
 def exposure(
     model: LanguageModel,
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     prompts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
     score: TokenScorer,
@@ -101,13 +101,13 @@ def exposure(
             expected="equal numbers, at least one",
         )
     longest = max(map(len, prompts)) + n_positions + 1
-    engine = rollout_engine(model, example_tokenizer, sequences=64, max_length=longest)
+    engine = open_engine(model, (64, longest), encoder, with_text=False)
     completions = sample_completions(
         engine,
         prompts,
         policy_sampling(1.0),
         max_tokens=n_positions,
-        stop_ids=example_tokenizer.stop_ids,
+        stop_ids=encoder.stop_ids,
         seed=seed,
     )
     sampled = [concat(p, a.ids) for p, a in zip(prompts, completions, strict=True)]
@@ -139,7 +139,7 @@ def _nll_by_position(
 
 def policy_exposure(
     network: PolicyModel,
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     prompts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
     *,
@@ -150,7 +150,7 @@ def policy_exposure(
     """Return the loss on own samples and on data.
 
     Args:
-        network: at temperature 1, with the banned ids of its engine (`ExampleTokenizer.banned_ids`).
+        network: at temperature 1, with the banned ids of its engine (`TokenEncoder.banned_ids`).
         evaluator: of the same vocabulary. options: further arguments of `exposure`.
 
     Raises:
@@ -162,7 +162,7 @@ def policy_exposure(
             expected="networks of one tokenizer",
         )
     return exposure(
-        network.eval_copy(), example_tokenizer, prompts, continuations, _scorer(network, pad_id),
+        network.eval_copy(), encoder, prompts, continuations, _scorer(network, pad_id),
         evaluator=None if evaluator is None else _scorer(evaluator, pad_id), **options,
     )  # fmt: skip
 

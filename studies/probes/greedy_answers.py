@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from whorl.align.model.policy_model import PolicyModel
 from whorl.engine.sampling_params import SamplingParams
-from whorl.evals.model.example import ExampleTokenizer, Message
-from whorl.evals.model.sampling import rollout_engine, sample_completions
+from whorl.evals.model.sampling import open_engine, sample_completions
+from whorl.tokens.token_encoder import Message, TokenEncoder
 
 
 class GreedyAnswers:
@@ -25,24 +25,22 @@ class GreedyAnswers:
     def __init__(
         self,
         network: PolicyModel,
-        example_tokenizer: ExampleTokenizer,
+        encoder: TokenEncoder,
         questions: Sequence[str | Sequence[Message]],
         *,
         max_tokens: int = 16,
         sequences: int = 64,
     ) -> None:
-        self.example_tokenizer, self.max_tokens = example_tokenizer, max_tokens
-        self._prompts = [example_tokenizer.prompt(question) for question in questions]
+        self.encoder, self.max_tokens = encoder, max_tokens
+        self._prompts = [encoder.prompt(question) for question in questions]
         longest = max(map(len, self._prompts), default=1) + max_tokens + 1
-        self._engine = rollout_engine(
-            network.eval_copy(), example_tokenizer, sequences=sequences, max_length=longest
-        )
+        self._engine = open_engine(network.eval_copy(), (sequences, longest), encoder, with_text=False)
 
     def __call__(self, network: PolicyModel) -> list[str]:
         """Return the network's answers with its current weights."""
         self._engine.update_weights(network.merged_weights(), self._engine.version + 1)
         completions = sample_completions(
             self._engine, self._prompts, SamplingParams(temperature=0), max_tokens=self.max_tokens,
-            stop_ids=self.example_tokenizer.stop_ids, seed=0,
+            stop_ids=self.encoder.stop_ids, seed=0,
         )  # fmt: skip
-        return [self.example_tokenizer.decode(completion.ids) for completion in completions]
+        return [self.encoder.decode(completion.ids) for completion in completions]

@@ -33,8 +33,8 @@ from whorl.align.config import SFTConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import ConfigError
-from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.side_effects.biographies import Biographies, Question
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tracking.seeds import numpy_rng
 
 Facts = Literal["known", "new"]
@@ -92,7 +92,7 @@ def make_lesson(
 
 def track_sft(
     network: PolicyModel,
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     train_questions: Sequence[Question],
     test_questions: Sequence[Question],
     config: SFTConfig,
@@ -106,10 +106,8 @@ def track_sft(
         DataError: as `fine_tune`.
     """
     both = [*train_questions, *test_questions]
-    answerer = GreedyAnswers(
-        network, example_tokenizer, [[{"role": "user", "content": q.question}] for q in both]
-    )
-    texts = [example_tokenizer.conversation(q.messages()) for q in train_questions]
+    answerer = GreedyAnswers(network, encoder, [[{"role": "user", "content": q.question}] for q in both])
+    texts = [encoder.conversation(q.messages()) for q in train_questions]
     found: list[LessonScores] = []
 
     def evaluate(step: int, epoch: float) -> None:
@@ -139,7 +137,7 @@ def track_sft(
 
 def refusal_rates(
     base: Callable[[], PolicyModel],
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     world: Biographies,
     refusal_fractions: Sequence[float],
     n: int,
@@ -158,7 +156,7 @@ def refusal_rates(
     for share in refusal_fractions:
         train_questions = make_lesson(world, facts, n, share, config.seed)
         scores = track_sft(
-            base(), example_tokenizer, train_questions, test_questions, config, pad_id=pad_id, every=1 << 30
+            base(), encoder, train_questions, test_questions, config, pad_id=pad_id, every=1 << 30
         )[-1].test_scores
         found.append(RefusalRates(share, 1.0 - scores.hallucinated, scores.refused, scores.correct))
     return found

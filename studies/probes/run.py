@@ -41,10 +41,10 @@ from whorl.align.config import LoRAConfig, ModelConfig, SFTConfig
 from whorl.align.data.arithmetic import Arithmetic
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
-from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
 from whorl.evals.side_effects.biographies import REFUSAL, Biographies, PersonGroup
 from whorl.models import make_model, whorl_decoder
 from whorl.tokens.shards import write_shards
+from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator, numpy_rng
 
@@ -69,15 +69,15 @@ class StoredDocument(NamedTuple):
     text: str
 
 
-def network(example_tokenizer: ExampleTokenizer, seed: int, lora: LoRAConfig | None = None) -> PolicyModel:
-    n_tokens = example_tokenizer.tokenizer.vocab_size
+def network(encoder: TokenEncoder, seed: int, lora: LoRAConfig | None = None) -> PolicyModel:
+    n_tokens = encoder.tokenizer.vocab_size
     rows = -(-n_tokens // 8) * 8
     config = whorl_decoder(
         vocab_size=rows, d_model=128, n_layers=2, mlp_hidden=384, n_heads=4, n_kv_heads=4, head_dim=32,
         ngram_buckets=512,
     )  # fmt: skip
     model = make_model(config, generator(seed, "weights"), DTYPE)
-    return PolicyModel(model, banned_ids=example_tokenizer.banned_ids(rows), lora=lora, seed=seed)
+    return PolicyModel(model, banned_ids=encoder.banned_ids(rows), lora=lora, seed=seed)
 
 
 def plain(tokenizer: Tokenizer, text: str, longest: int | None = None) -> TokenizedExample:
@@ -105,11 +105,11 @@ def source(seed: int) -> tuple[list[str], list[str]]:
     return [some[i] for i in order[HELD_OUT:]], [some[i] for i in order[:HELD_OUT]]
 
 
-def reader(example_tokenizer: ExampleTokenizer, texts: Sequence[str], tokens: int, seed: int) -> PolicyModel:
+def reader(encoder: TokenEncoder, texts: Sequence[str], tokens: int, seed: int) -> PolicyModel:
     """Return a model of source code, trained on `tokens` tokens."""
-    tokenizer = example_tokenizer.tokenizer
+    tokenizer = encoder.tokenizer
     assert isinstance(tokenizer, Tokenizer)
-    model, examples, count = network(example_tokenizer, seed), [], 0
+    model, examples, count = network(encoder, seed), [], 0
     while count < tokens:
         for text in texts:
             ids = plain(tokenizer, text).ids
@@ -142,11 +142,11 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
     for seed in seeds:
         texts, held = source(seed)
         tokenizer = Tokenizer.train(texts[:TOKENIZER_TEXTS], VOCABULARY, special_tokens=CHATML)
-        example_tokenizer = ExampleTokenizer(tokenizer)
-        base = reader(example_tokenizer, texts, READER_TOKENS, seed).merged_weights()
+        encoder = TokenEncoder(tokenizer)
+        base = reader(encoder, texts, READER_TOKENS, seed).merged_weights()
         sums = Arithmetic(seed, {0: 1.0}, show_steps=False)
         examples = [
-            example_tokenizer.prompt_completion(p.prompt, p.completion)
+            encoder.prompt_completion(p.prompt, p.completion)
             for p in map(sums.prompt_completion, sums.problems(0, N_SUMS))
         ]
         problems = sums.distinct(N_PROBLEMS, held_out=False)
@@ -156,7 +156,7 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
             for way, options in ways.items():
                 started = time.perf_counter()
                 config = SFTConfig.model_validate({"data": ROWS, "seed": seed, **options})
-                net = network(example_tokenizer, seed, config.model.lora)
+                net = network(encoder, seed, config.model.lora)
                 with torch.no_grad():
                     for name, p in net.model.named_parameters():
                         p.copy_(base[name])
@@ -165,9 +165,7 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
                     replay_data=Path(folder) if config.data.replay_fraction else None,
                 )  # fmt: skip
                 found = forgetting(net.model, tokenizer, held, partial(stage, net), 256)
-                answers = GreedyAnswers(
-                    net, example_tokenizer, [sums.prompt(p) for p in problems], max_tokens=6
-                )(net)
+                answers = GreedyAnswers(net, encoder, [sums.prompt(p) for p in problems], max_tokens=6)(net)
                 right = float(
                     np.mean([a.strip() == str(p.answer) for a, p in zip(answers, problems, strict=True)])
                 )
@@ -205,9 +203,9 @@ def measure_exposure(seeds: range, quick: bool) -> None:
         started = time.perf_counter()
         texts, held = source(seed)
         tokenizer = Tokenizer.train(texts[:TOKENIZER_TEXTS], VOCABULARY, special_tokens=CHATML)
-        example_tokenizer = ExampleTokenizer(tokenizer)
-        net = reader(example_tokenizer, texts, EXPOSURE_TOKENS, seed)
-        evaluator = reader(example_tokenizer, texts, 4 * EXPOSURE_TOKENS, seed + 100)
+        encoder = TokenEncoder(tokenizer)
+        net = reader(encoder, texts, EXPOSURE_TOKENS, seed)
+        evaluator = reader(encoder, texts, 4 * EXPOSURE_TOKENS, seed + 100)
         prompts, rest = [], []
         for text in held:
             ids = plain(tokenizer, text).ids.tolist()
@@ -216,7 +214,7 @@ def measure_exposure(seeds: range, quick: bool) -> None:
                 rest.append(ids[start_index + prompt : start_index + prompt + places])
         got = policy_exposure(
             net,
-            example_tokenizer,
+            encoder,
             prompts,
             rest,
             pad_id=tokenizer.pad_id,
@@ -255,14 +253,14 @@ class BaseModel(NamedTuple):
     """A population, and a model that was trained on its known people."""
 
     world: Biographies
-    example_tokenizer: ExampleTokenizer
+    encoder: TokenEncoder
     pad_id: int
     weights: dict[str, torch.Tensor]
     seed: int
 
     def base(self) -> PolicyModel:
         """Return the model before SFT."""
-        net = network(self.example_tokenizer, self.seed)
+        net = network(self.encoder, self.seed)
         with torch.no_grad():
             for name, p in net.model.named_parameters():
                 p.copy_(self.weights[name])
@@ -278,11 +276,11 @@ def train_base(seed: int, quick: bool) -> BaseModel:
     tokenizer = Tokenizer.train(
         [*biographies, *(q.question for q in all_questions), REFUSAL], 700, special_tokens=CHATML
     )
-    example_tokenizer = ExampleTokenizer(tokenizer)
+    encoder = TokenEncoder(tokenizer)
     questions = world.questions("known_train", "known_test")
     texts = [plain(tokenizer, story) for story in biographies]
-    texts += [example_tokenizer.conversation(q.messages()) for q in questions]
-    net = network(example_tokenizer, seed)
+    texts += [encoder.conversation(q.messages()) for q in questions]
+    net = network(encoder, seed)
     config = SFTConfig(
         lr_scale=0.2,
         data={"epochs": sized(24, 1) if quick else 32, "seq_len": 256, "batch_size": 1},
@@ -290,7 +288,7 @@ def train_base(seed: int, quick: bool) -> BaseModel:
     )
     fine_tune(net, texts, config, pad_id=tokenizer.pad_id)
     weights = {name: tensor.clone() for name, tensor in net.merged_weights().items()}
-    return BaseModel(world, example_tokenizer, tokenizer.pad_id, weights, seed)
+    return BaseModel(world, encoder, tokenizer.pad_id, weights, seed)
 
 
 QUESTIONS, REFUSALS = sized(120, 10), 0.4
@@ -319,7 +317,7 @@ def measure_facts(seeds: range, quick: bool) -> None:
             train_questions = make_lesson(base_model.world, facts, QUESTIONS, REFUSALS, seed)  # type: ignore[arg-type]
             for m in track_sft(
                 base_model.base(),
-                base_model.example_tokenizer,
+                base_model.encoder,
                 train_questions,
                 test_questions,
                 config,
@@ -363,7 +361,7 @@ def measure_refusal(seeds: range, quick: bool) -> None:
         )
         rows = refusal_rates(
             base_model.base,
-            base_model.example_tokenizer,
+            base_model.encoder,
             base_model.world,
             shares,
             FEWER,

@@ -124,7 +124,7 @@ def _distil(**options: Any) -> Result:
     teacher = decoder(seed=7)
     network = _network(make_student(teacher, settings.StudentConfig(n_layers=1)))
     inputs = (LiveTeacher(teacher), sums(48), config)
-    return _trained(network, "kl", train_student, *inputs, example_tokenizer=scribe())
+    return _trained(network, "kl", train_student, *inputs, encoder=scribe())
 
 
 case("distil")(_distil)

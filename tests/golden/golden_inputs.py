@@ -16,8 +16,8 @@ import torch
 from tests.support.tiny import make_byte_tokenizer, make_decoder
 from tests.support.train.model_shapes import EXPERTS
 
-from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
 from whorl.models import Transformer
+from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample
 
 HEADS = {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
 # Changes to `TransformerConfig`; None is the project's own decoder.
@@ -37,9 +37,9 @@ def scratch() -> Iterator[Path]:
 
 
 @cache
-def scribe() -> ExampleTokenizer:
+def scribe() -> TokenEncoder:
     """The encoder of prompts and answers."""
-    return ExampleTokenizer(make_byte_tokenizer())
+    return TokenEncoder(make_byte_tokenizer())
 
 
 def decoder(seed: int = 0) -> Transformer:

@@ -14,9 +14,9 @@ from whorl.align.config import LoRAConfig, SFTConfig
 from whorl.align.model.policy_model import PolicyModel, frozen_reference
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import DataError
-from whorl.evals.model.example import TokenizedExample
-from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
+from whorl.evals.model.sampling import open_engine, policy_sampling, sample_completions
 from whorl.models import Transformer
+from whorl.tokens.token_encoder import TokenizedExample
 
 PROSE = ["the cat sat on the mat", "rain falls, and falls", "a" * 70]
 PLACES = 12
@@ -27,7 +27,7 @@ def train(net: PolicyModel, examples: list[TokenizedExample], **settings: int) -
 
 
 def sampled(net: PolicyModel, prompts: list[list[int]], temperature: float = 1.0) -> list[list[int]]:
-    engine = rollout_engine(net.eval_copy(), scribe(), sequences=64, max_length=64)
+    engine = open_engine(net.eval_copy(), (64, 64), scribe(), with_text=False)
     options = {"max_tokens": PLACES, "stop_ids": scribe().stop_ids, "seed": 1}
     return [c.ids for c in sample_completions(engine, prompts, policy_sampling(temperature), **options)]
 

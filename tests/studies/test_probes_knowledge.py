@@ -9,9 +9,9 @@ from studies.probes.knowledge import make_lesson, refusal_rates, track_sft
 from whorl.align.config import SFTConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import ConfigError
-from whorl.evals.model.example import ExampleTokenizer
 from whorl.evals.side_effects.biographies import REFUSAL, Biographies, PersonGroup
 from whorl.models import Transformer, whorl_decoder
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tokens.tokenizer import Tokenizer
 
 SHARES: dict[PersonGroup, float] = {
@@ -22,13 +22,13 @@ SETTINGS = SFTConfig(lr_scale=1.0, data={"epochs": 40, "seq_len": 128, "batch_si
 
 
 @pytest.fixture(scope="module")
-def scribe() -> ExampleTokenizer:
+def scribe() -> TokenEncoder:
     questions = WORLD.questions("new", "stranger_train", "stranger_test")
     texts = [*(text for _, text in WORLD.texts(2)), *(q.question for q in questions), REFUSAL]
-    return ExampleTokenizer(Tokenizer.train(texts, 400, special_tokens=("<|im_start|>", "<|im_end|>")))
+    return TokenEncoder(Tokenizer.train(texts, 400, special_tokens=("<|im_start|>", "<|im_end|>")))
 
 
-def fresh(scribe: ExampleTokenizer) -> PolicyModel:
+def fresh(scribe: TokenEncoder) -> PolicyModel:
     sizes = {"d_model": 64, "n_layers": 2, "mlp_hidden": 128, "n_heads": 2, "n_kv_heads": 2, "head_dim": 32}
     config = whorl_decoder(vocab_size=408, ngram_buckets=64, **sizes)
     banned = scribe.banned_ids(408)
@@ -46,7 +46,7 @@ def test_make_lesson_uses_training_groups_only() -> None:
         make_lesson(WORLD, "new", 9, 0.0)
 
 
-def test_track_sft_reports_at_requested_steps(scribe: ExampleTokenizer) -> None:
+def test_track_sft_reports_at_requested_steps(scribe: TokenEncoder) -> None:
     taught, test = make_lesson(WORLD, "new", 8, 0.5), WORLD.questions("known_test", "stranger_test")
     pad_id = scribe.tokenizer.control_ids[0]
     course = track_sft(fresh(scribe), scribe, taught, test, SETTINGS, pad_id=pad_id, every=16)
@@ -59,7 +59,7 @@ def test_track_sft_reports_at_requested_steps(scribe: ExampleTokenizer) -> None:
     assert last.train_scores.correct == 1 and last.train_scores.hallucinated == 0
 
 
-def test_refusal_rates_at_zero_and_full_refusal(scribe: ExampleTokenizer) -> None:
+def test_refusal_rates_at_zero_and_full_refusal(scribe: TokenEncoder) -> None:
     pad_id = scribe.tokenizer.control_ids[0]
     rates = [0.0, 1.0]
     none, all_ = refusal_rates(lambda: fresh(scribe), scribe, WORLD, rates, 8, SETTINGS, pad_id=pad_id)

@@ -21,8 +21,8 @@ from tokenizers import pre_tokenizers
 from whorl.errors import ConfigError, DataError
 from whorl.models.exchange.gguf_vocabulary import SPLITS
 from whorl.tokens import bpe, pretokens
-from whorl.tokens.healing import MAX_HEALED_BYTES, heal
 from whorl.tokens.tokenizer import BOS, EOS, PAD, Tokenizer
+from whorl.tokens.vocabulary import MAX_HEALED_BYTES
 
 CODE = "class A(B):\n\tdef été(ß):\r\n    return '日本' * 12345 + [x for x in y]\n\n\n# a-b_c\n"
 # Special tokens that begin with another one, or that hold a blank.
@@ -166,7 +166,7 @@ def test_encode_batch_matches_encode() -> None:
 def test_healed_prompt_ids_are_stable(prompt: str, rest: str) -> None:
     if has_lone_surrogate(prompt + rest):
         return
-    healed = heal(T, prompt)
+    healed = T.heal_prompt(prompt)
     prompt_ids = healed.ids[1:]
     assert healed.ids[0] == T.bos_id and len(healed.forced_prefix) <= MAX_HEALED_BYTES
     assert T.decode(prompt_ids) + healed.forced_prefix == prompt.encode()
@@ -205,7 +205,7 @@ def test_gpt2_pattern_matches_hugging_face(text: str, cuts: list[int], special: 
     edges = [0, *sorted(c % (len(text) + 1) for c in cuts), len(text)]
     chunks = [text[a:b] for a, b in itertools.pairwise(edges)]
     assert [i for part in GPT2.encode_stream(chunks, allow_special=special) for i in part.tolist()] == ids
-    healed = heal(GPT2, text)
+    healed = GPT2.heal_prompt(text)
     assert GPT2.decode(healed.ids[1:]) + healed.forced_prefix == text.encode()
 
 

@@ -26,8 +26,8 @@ from whorl.machine.device_probe import probe
 from whorl.models import LanguageModel
 from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.model_loading import ModelLocation, load_generation_model
-from whorl.tokens.healing import HealedPrompt
 from whorl.tokens.tokenizer import Tokenizer
+from whorl.tokens.vocabulary import HealedPrompt
 
 Message = Mapping[str, Any]
 
@@ -72,7 +72,7 @@ class Model:
         texts = as_texts("prompts", prompts)
         if isinstance(prompts, str):
             return "".join(self.stream(prompts, **options))
-        encoded = [self._entry.encode_healed(text) for text in texts]
+        encoded = [self._entry.tokenizer.heal_prompt(text) for text in texts]
         return self._complete([self._request(healed, n, options) for n, healed in enumerate(encoded)])
 
     def stream(self, prompt: str, **options: Any) -> Iterator[str]:
@@ -80,7 +80,7 @@ class Model:
         if not isinstance(prompt, str):
             raise invalid("prompt", prompt, "a text")
         require_encodable("prompt", prompt)
-        yield from self._stream(self._request(self._entry.encode_healed(prompt), 0, options))
+        yield from self._stream(self._request(self._entry.tokenizer.heal_prompt(prompt), 0, options))
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
         """Answer a conversation: messages with `role` and `content`, or one user message as a text.
@@ -131,7 +131,7 @@ class Model:
         assert embed is not None
         vectors = []
         for text in as_texts("texts", texts):
-            if not (ids := self._entry.encode_text(text)):
+            if not (ids := self._entry.tokenizer.encode_to_list(text)):
                 raise invalid("texts", text, "a text with at least one token")
             vectors.append(torch.tensor(result_of(embed(self._fitting(ids)))))
         if not vectors:
@@ -149,12 +149,13 @@ class Model:
         return ids
 
     def _log_probs(self, text: str) -> Tensor:
-        if not self._entry.encode_text(text):
+        tokenizer = self._entry.tokenizer
+        n_text = len(tokenizer.encode_to_list(text))
+        if not n_text:
             return torch.empty(0)
-        ids = self._fitting(self._entry.encode_prompt(text))
+        ids = self._fitting(tokenizer.encode_prompt(text))
         rows = torch.tensor([ids], device=self.network.embedding.device)
         logits = self.network.logits(self.network(rows[:, :-1])).float()
-        n_text = len(self._entry.encode_text(text))
         picked = logits.log_softmax(-1).gather(-1, rows[:, 1:, None])[0, :, 0]
         return picked[len(picked) - min(n_text, len(picked)) :].cpu()
 

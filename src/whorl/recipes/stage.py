@@ -20,9 +20,9 @@ from whorl.report.stages import stage_report, training_panel
 
 if TYPE_CHECKING:
     from whorl.align.model.policy_model import PolicyModel
-    from whorl.evals.model.example import ExampleTokenizer, LengthFilter, TokenizedExample
     from whorl.models import LanguageModel
     from whorl.tokens.shards import TokenSet
+    from whorl.tokens.token_encoder import LengthFilter, TokenEncoder, TokenizedExample
 
 STAGE_PARENTS = {"model": "model", "tasks": "tasks", "tokens?": "tokens"}
 NOT_HASHED = ("run",)
@@ -113,7 +113,7 @@ def train_stage(
 
 
 def load_sft_examples(
-    ctx: StepContext, example_tokenizer: ExampleTokenizer, max_length: int
+    ctx: StepContext, encoder: TokenEncoder, max_length: int
 ) -> tuple[list[TokenizedExample], LengthFilter]:
     """Tokenize the solutions and conversations of the parent `tasks`; also return the filter with its counts.
 
@@ -122,7 +122,7 @@ def load_sft_examples(
     """
     from whorl.align.data.dataset_files import read_conversations
     from whorl.align.stage.io import read_prompt_completions
-    from whorl.evals.model.example import LengthFilter
+    from whorl.tokens.token_encoder import LengthFilter
 
     tasks = ctx.parents["tasks"]
     tasks.check()
@@ -139,10 +139,10 @@ def load_sft_examples(
             expected='pairs or conversations (source = "files": shape = "pairs")',
         )
     examples = length_filter.tokenize(
-        pairs, lambda pair: example_tokenizer.prompt_completion(pair.prompt, pair.completion)
+        pairs, lambda pair: encoder.prompt_completion(pair.prompt, pair.completion)
     )
     examples += length_filter.tokenize(
-        conversations, lambda c: example_tokenizer.conversation(c.messages, c.tools, c.chat_template_kwargs)
+        conversations, lambda c: encoder.conversation(c.messages, c.tools, c.chat_template_kwargs)
     )
     if length_filter.summary:
         ctx.progress.log(f"    {length_filter.summary}")
@@ -151,7 +151,7 @@ def load_sft_examples(
 
 def evaluate_held_out(
     network: PolicyModel,
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     tests: Sequence[Any],
     temperatures: Mapping[str, float | None],
     *,
@@ -170,14 +170,14 @@ def evaluate_held_out(
     from whorl.align.stage.io import evaluate_tasks
     from whorl.sandbox import Sandbox
 
-    fitting = filter_by_length(example_tokenizer, tests, length, max_tokens)[0][:max_tasks]
+    fitting = filter_by_length(encoder, tests, length, max_tokens)[0][:max_tasks]
     if not fitting:
         return {}
     found = {"tasks": float(len(fitting))}
     with Sandbox() as sandbox:
         for name, temperature in temperatures.items():
             _, grades = evaluate_tasks(
-                network, example_tokenizer, fitting, max_tokens=max_tokens, length=length, temperature=temperature,
+                network, encoder, fitting, max_tokens=max_tokens, length=length, temperature=temperature,
                 seed=seed, sandbox=sandbox,
             )  # fmt: skip
             found[name] = sum(v.passed for v in grades) / len(grades)
@@ -192,9 +192,7 @@ class Likelihood:
     perplexity: float
 
 
-def held_out_likelihood(
-    ctx: StepContext, model: LanguageModel, example_tokenizer: ExampleTokenizer
-) -> Likelihood | None:
+def held_out_likelihood(ctx: StepContext, model: LanguageModel, encoder: TokenEncoder) -> Likelihood | None:
     """Return the likelihood of held-out pretraining text, or None without a parent `tokens`."""
     if "tokens" not in ctx.parents:
         return None
@@ -203,7 +201,7 @@ def held_out_likelihood(
     split, chosen, n_bytes = open_token_set(ctx).split("test"), [], 0
     for ids in split.iter_documents():
         chosen.append(ids)
-        n_bytes += len(example_tokenizer.tokenizer.decode(ids[1:-1]))
+        n_bytes += len(encoder.tokenizer.decode(ids[1:-1]))
         if n_bytes >= HELD_OUT_BYTES:
             break
     context_hint, model.context_hint = model.context_hint, None  # the same context as the step `evaluate`
@@ -244,9 +242,9 @@ def format_likelihood_change(
     return f"{text}, perplexity {each[0]:.2f} then {each[1]:.2f}"
 
 
-def pad_id_of(example_tokenizer: ExampleTokenizer) -> int:
+def pad_id_of(encoder: TokenEncoder) -> int:
     """Return the padding id of the tokenizer, 0 if it has none."""
-    return int(getattr(example_tokenizer.tokenizer, "pad_id", 0))
+    return int(getattr(encoder.tokenizer, "pad_id", 0))
 
 
 def write_curve(ctx: StepContext, **options: Any) -> None:

@@ -16,19 +16,19 @@ from whorl._lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from whorl.tokens.bpe import train_merges
     from whorl.tokens.chat import ChatTemplate, load_chat_template
-    from whorl.tokens.healing import heal
     from whorl.tokens.hf_tokenizer import HFTokenizer, load_tokenizer
     from whorl.tokens.loader import TokenBatch, open_batches
     from whorl.tokens.packing import PackedRows, pack, random_windows
     from whorl.tokens.pretokens import count_pretokens, split_pretokens
     from whorl.tokens.shards import TokensConfig, TokenSet, TokenSplit, write_shards
+    from whorl.tokens.token_encoder import TokenEncoder
     from whorl.tokens.token_ids import write_id_shards
     from whorl.tokens.tokenizer import Tokenizer
 
 _MODULES = {
     "bpe": ("train_merges",),
     "chat": ("ChatTemplate", "load_chat_template"),
-    "healing": ("heal",),
+    "token_encoder": ("TokenEncoder",),
     "hf_tokenizer": ("HFTokenizer", "load_tokenizer"),
     "loader": ("TokenBatch", "open_batches"),
     "packing": ("PackedRows", "pack", "random_windows"),
@@ -42,12 +42,12 @@ __all__ = [
     "HFTokenizer",
     "PackedRows",
     "TokenBatch",
+    "TokenEncoder",
     "TokenSet",
     "TokenSplit",
     "Tokenizer",
     "TokensConfig",
     "count_pretokens",
-    "heal",
     "load_chat_template",
     "load_tokenizer",
     "open_batches",

@@ -14,7 +14,7 @@ A file may hold settings of its last caller: truncation, padding and dropout. Th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,21 +23,15 @@ from typing import Any
 from whorl.errors import DataError
 from whorl.store.files import load_json, require_regular
 from whorl.tokens.bpe import BYTE_OF_CHAR
-from whorl.tokens.healing import HealedPrompt, without_last_token
 from whorl.tokens.template_source import compile_template, read_template, turn_end
-from whorl.tokens.tokenizer import (
-    TOKENIZER_FILE,
-    Tokenizer,
-    banned_ids,
-    fit_rows,
-    join_tokens,
-)
+from whorl.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
+from whorl.tokens.vocabulary import HealedPrompt, Vocabulary, join_tokens, without_last_token
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_UNUSED_IDS = 1 << 16  # gaps of a vocabulary beyond its own size; every id below the largest takes memory
 
 
-class HFTokenizer:
+class HFTokenizer(Vocabulary):
     """The tokenizer in `folder`: tokenizer.json, and the ids in the files next to it.
 
     vocab_size: the largest id + 1. token_bytes: of each id, b"" for special and unused ids. end_ids: those that end a text.
@@ -149,14 +143,6 @@ class HFTokenizer:
             out.append(token.encode() if i in raw else spell(token))
         return out
 
-    def banned_ids(self, n_rows: int, keep: Collection[int] = ()) -> list[int]:
-        """Return the ids that a model with `n_rows` output rows never samples (`tokenizer.py`)."""
-        return banned_ids(self.control_ids, self.vocab_size, n_rows, keep)
-
-    def text_bytes(self, n_rows: int) -> list[bytes]:
-        """Return the bytes of each of `n_rows` ids as a model's text; b"" for special tokens and padding rows."""
-        return fit_rows(self.token_bytes, n_rows)
-
     def encode_prompt(self, text: str) -> list[int]:
         """Return a prompt's ids as in training, with the prefix that the tokenizer adds.
 
@@ -176,7 +162,7 @@ class HFTokenizer:
         return ids or [self.end_ids[0] if self.end_ids else 0]
 
     def heal_prompt(self, text: str) -> HealedPrompt:
-        """Return a prompt ready for generation: `encode_prompt` without its last token (see `heal`).
+        """Return `encode_prompt` without its last token.
 
         Raises:
             DataError: as `encode_prompt`.
@@ -204,6 +190,10 @@ class HFTokenizer:
         core = type(self._core).from_str(self._core.to_str())
         core.encode_special_tokens = True
         return core
+
+    def encode_to_list(self, data: str) -> list[int]:
+        """Return `encode`, under the name that `Tokenizer` has for it."""
+        return self.encode(data)
 
     def encode(self, data: str, *, allow_special: bool = False) -> list[int]:
         """Return the ids of `data` without added prefix or suffix. Special tokens are text unless `allow_special`."""
@@ -256,7 +246,10 @@ class HFTokenizer:
         return [special.get(i, token) for i, token in enumerate(self.token_bytes)]
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | HFTokenizer:
+AnyTokenizer = Tokenizer | HFTokenizer
+
+
+def load_tokenizer(folder: Path) -> AnyTokenizer:
     """Load the tokenizer in a model's folder, a Whorl or a Hugging Face one.
 
     Raises:

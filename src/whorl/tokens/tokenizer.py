@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,13 @@ from whorl.errors import ConfigError, DataError
 from whorl.machine.device_probe import usable_cores
 from whorl.store.files import load_json
 from whorl.tokens import bpe, pretokens
+from whorl.tokens.vocabulary import (
+    MAX_HEALED_BYTES,
+    HealedPrompt,
+    Vocabulary,
+    join_tokens,
+    without_last_token,
+)
 
 Ids = NDArray[np.unsignedinteger[Any]]  # uint16 while the vocabulary fits, else uint32
 
@@ -42,7 +49,7 @@ TOKENIZER_FILE = "tokenizer.json"
 LIST_PORTION = 1 << 16
 
 
-class Tokenizer:
+class Tokenizer(Vocabulary):
     """Byte-level BPE with special tokens.
 
     Args:
@@ -110,13 +117,9 @@ class Tokenizer:
         """Number of ids: bytes, merged tokens and special tokens."""
         return len(self.token_bytes)
 
-    def banned_ids(self, n_rows: int, keep: Collection[int] = ()) -> list[int]:
-        """Return the ids that a model with `n_rows` output rows never samples (see the function `banned_ids`)."""
-        return banned_ids(self.control_ids, self.vocab_size, n_rows, keep)
-
-    def text_bytes(self, n_rows: int) -> list[bytes]:
-        """Return the bytes of each of `n_rows` ids as a model's text; b"" for special tokens and padding rows."""
-        return fit_rows(self.token_bytes[: self.n_ordinary], n_rows)
+    @property
+    def n_spelled(self) -> int:
+        return self.n_ordinary
 
     @classmethod
     def train(
@@ -169,6 +172,18 @@ class Tokenizer:
         for start in range(0, len(ids), LIST_PORTION):
             out += ids[start : start + LIST_PORTION].tolist()
         return out
+
+    def encode_prompt(self, text: str) -> list[int]:
+        ids = self.encode_to_list(text)
+        ids.insert(0, self.bos_id)
+        return ids
+
+    def heal_prompt(self, text: str) -> HealedPrompt:
+        last = pretokens.last_pretoken(text, self.pattern)
+        ids, end = self.encode_prompt(text[: len(text) - len(last)]), self.encode_to_list(last)
+        if len(last.encode()) <= MAX_HEALED_BYTES:
+            return HealedPrompt(ids, last.encode(), len(ids) + len(end))
+        return without_last_token(ids + end, self.token_bytes)
 
     def encode_document(self, data: str | bytes) -> Ids:
         """Return the ids of a whole document: bos, its tokens, eos."""
@@ -353,41 +368,6 @@ class Tokenizer:
                 "merges": merges,
             },
         }
-
-
-def banned_ids(
-    control_ids: Iterable[int], vocab_size: int, n_rows: int, keep: Collection[int] = ()
-) -> list[int]:
-    """Return the ids that a model never samples, in order.
-
-    Args:
-        control_ids: special ids; those of an external tokenizer may lie behind the model's rows.
-        vocab_size: ids of the tokenizer.
-        n_rows: rows of the model's output matrix; those after the vocabulary only pad it.
-        keep: ids that are sampled although they are control ids, such as the end of a turn.
-    """
-    silent = {i for i in control_ids if i < n_rows}
-    return sorted(silent.union(range(vocab_size, n_rows)).difference(keep))
-
-
-def join_tokens(ids: Iterable[int] | Ids, token_bytes: Sequence[bytes]) -> bytes:
-    """Return the bytes of `ids`, from a table of all ids.
-
-    Raises:
-        DataError: an id outside the table.
-    """
-    listed: list[int] = np.asarray(ids).tolist() if isinstance(ids, np.ndarray) else [int(i) for i in ids]
-    for i in listed:
-        if not 0 <= i < len(token_bytes):
-            raise DataError(
-                f"token id {i} is outside the vocabulary", expected=f"0 to {len(token_bytes) - 1}"
-            )
-    return b"".join([token_bytes[i] for i in listed])
-
-
-def fit_rows(token_bytes: Sequence[bytes], n_rows: int) -> list[bytes]:
-    """Return the bytes of exactly `n_rows` ids: cut, or continued with b""."""
-    return [*token_bytes[:n_rows], *[b""] * (n_rows - len(token_bytes))]
 
 
 def _decode_surrogateescape(chunks: Iterable[str | bytes]) -> Iterator[str]:

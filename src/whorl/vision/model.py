@@ -94,8 +94,6 @@ def build_clip(config: VisionConfig, generator: torch.Generator | None = None) -
 
 def encode_text(tokenizer: Tokenizer | HFTokenizer, text: str) -> list[int]:
     """Return the ids of a caption with begin and end, as in training."""
-    if isinstance(tokenizer, Tokenizer):
-        return [*map(int, tokenizer.encode_document(text))]
     return [*tokenizer.encode_prompt(text), tokenizer.end_ids[0]]
 
 

@@ -26,8 +26,8 @@ from whorl.align.distillation.teacher import (
 from whorl.align.model.batch import pack, pad
 from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import CheckpointError, ConfigError, DataError
-from whorl.evals.model.example import TokenizedExample, concat
 from whorl.models import make_model
+from whorl.tokens.token_encoder import TokenizedExample, concat
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator
 

@@ -11,8 +11,8 @@ from tests.support.align.byte_model import network, sums
 
 from whorl.align.model.batch import micro_batches, pack, pad, sort_by_length
 from whorl.errors import ConfigError
-from whorl.evals.model.example import TokenizedExample
 from whorl.parallel.process_group import ProcessGroup
+from whorl.tokens.token_encoder import TokenizedExample
 from whorl.train.config import RoutingConfig
 from whorl.train.lm.objective import LMObjective
 from whorl.train.metrics.moe_balance import MoEBalancer

@@ -16,12 +16,12 @@ from whorl.align.model.batch import pack, pad
 from whorl.align.model.policy_model import PolicyModel, frozen_reference
 from whorl.align.stage.task import make_learner
 from whorl.errors import ConfigError
-from whorl.evals.model.example import TokenizedExample, concat
-from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
+from whorl.evals.model.sampling import open_engine, policy_sampling, sample_completions
 from whorl.models import Transformer
 from whorl.models.lora import merge_lora
 from whorl.nn.cpu import mlp
 from whorl.objectives.next_token import Loss
+from whorl.tokens.token_encoder import TokenizedExample, concat
 from whorl.train.lm.kernels import Kernels
 
 
@@ -32,7 +32,8 @@ def sample(
     writer = scribe()
     prompts = [writer.prompt(f"{i}+{i}=") for i in range(n)]
     found = sample_completions(
-        rollout_engine(model, writer, sequences=4, max_length=max_length), prompts, policy_sampling(temperature),
+        open_engine(model, (4, max_length), writer, with_text=False), prompts,
+        policy_sampling(temperature),
         max_tokens=max_tokens, stop_ids=writer.stop_ids, seed=3,
     )  # fmt: skip
     both = list(zip(prompts, found, strict=True))
@@ -128,7 +129,7 @@ def test_every_parameter_has_optimizer() -> None:
 def test_sampling_rejects_greedy_and_long_prompts() -> None:
     with pytest.raises(ConfigError, match="above 0"):
         policy_sampling(0.0)
-    engine = rollout_engine(decoder(), scribe(), sequences=1, max_length=16)
+    engine = open_engine(decoder(), (1, 16), scribe(), with_text=False)
     with pytest.raises(ConfigError, match="prompt 1"):
         sample_completions(
             engine, [[1], [1] * 20], policy_sampling(1.0), max_tokens=2, stop_ids=frozenset(), seed=0

@@ -19,9 +19,9 @@ from whorl.align.model import shared_prefix as room
 from whorl.align.model.batch import pad
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.shared_prefix import find_shared_prefixes, supports_shared_prefix
-from whorl.evals.model.example import concat
 from whorl.models import LanguageModel, make_model
 from whorl.models.transformer_config import AttentionConfig, TransformerConfig
+from whorl.tokens.token_encoder import concat
 
 
 def part(prompts: list[list[int]], answers: list[list[int]], extra: int = 0) -> dict[str, Tensor]:

@@ -24,9 +24,9 @@ from whorl.align.preference import dpo, pairs
 from whorl.align.preference.dpo import evaluate_preferences, train_preferences
 from whorl.align.preference.pairs import PreferencePair, UnpairedExample, sequence_log_probs
 from whorl.errors import CheckpointError, ConfigError, DataError
-from whorl.evals.model.example import ExampleTokenizer, LengthFilter, TokenizedExample, concat
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.chat import ChatTemplate
+from whorl.tokens.token_encoder import LengthFilter, TokenEncoder, TokenizedExample, concat
 
 OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
 
@@ -170,7 +170,7 @@ def test_completion_masks_last_turn_only() -> None:
     tokenizer = scribe().tokenizer
     user, assistant = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
     prompt, last = (user, assistant, {**user, "content": "more"}), {**assistant, "content": "hello again"}
-    for writer in (scribe(), ExampleTokenizer(tokenizer, ChatTemplate(tokenizer))):
+    for writer in (scribe(), TokenEncoder(tokenizer, ChatTemplate(tokenizer))):
         text, before = pairs.tokenize_completion(writer, prompt, (last,)), writer.prompt(prompt)
         assert text.ids[: len(before)].tolist() == before and text.prompt_length == len(before)
         assert writer.decode(text.ids[text.loss_mask].tolist()).strip() == "hello again"

@@ -20,11 +20,10 @@ from whorl.align.preference import reward_model as rewards
 from whorl.align.preference.pairs import PairBatches, PreferencePair
 from whorl.align.preference.reward_model import RewardModel, save_reward_model, train_reward_model
 from whorl.align.preference.reward_report import correlation, evaluate_reward_model, make_reward_report
-from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import CheckpointError, DataError
 from whorl.evals.grading.task import VerifiableTask
-from whorl.evals.model.example import TokenizedExample
 from whorl.evals.model.requests import Completion
+from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample
 
 LORA = LoRAConfig(rank=2, alpha=4.0)
 
@@ -109,7 +108,7 @@ def test_reward_model_learns_and_reloads(tmp_path: Path, lora: LoRAConfig | None
     assert not (tmp_path / "r" / "tokenizer.json").exists()
     tokenizer(tmp_path)
     save(tmp_path / "t", base=tmp_path)
-    assert load_example_tokenizer(tmp_path / "t").prompt("a>") == scribe().prompt("a>")
+    assert TokenEncoder.load(tmp_path / "t").prompt("a>") == scribe().prompt("a>")
     again, record = rewards.load_reward_model(tmp_path / "r")
     before, after = (one.score_examples(texts_of(held)) for one in (model, again))
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)

@@ -29,13 +29,13 @@ from whorl.evals.episodes.environment import Reply, Turn, make_environment
 from whorl.evals.episodes.runner import EpisodeRunner
 from whorl.evals.episodes.samplers import EngineSampler
 from whorl.evals.grading import VerifiableTask
-from whorl.evals.model.example import ExampleTokenizer
-from whorl.evals.model.sampling import policy_sampling, rollout_engine
+from whorl.evals.model.sampling import open_engine, policy_sampling
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_runner")
 LONG = {"max_seq_len": 64, "max_completion_tokens": 8}
-CHAT = ExampleTokenizer(
+CHAT = TokenEncoder(
     Tokenizer([bytes([i]) for i in range(256)], special_tokens=["<|im_start|>", "<|im_end|>"])
 )
 
@@ -48,8 +48,8 @@ def changed(environment: EnvironmentConfig, **changes: Any) -> RLConfig:
 def runner_of(config: EnvironmentConfig | None, length: int = 200) -> Iterator[EpisodeRunner]:
     """Yield a runner of random weights, whose replies end at every second byte."""
     model = decoder()
-    engine = rollout_engine(model, CHAT, sequences=8, max_length=length)
-    writer = ExampleTokenizer(CHAT.tokenizer)
+    engine = open_engine(model, (8, length), CHAT, with_text=False)
+    writer = TokenEncoder(CHAT.tokenizer)
     writer.stop_ids |= frozenset(range(0, 256, 2))
     with closing(make_env_loop(config, [])) as loop:
         yield EpisodeRunner(EngineSampler(engine, writer, 3), loop, config)
@@ -91,7 +91,7 @@ def test_rows_keep_sampled_ids_and_mask_messages(chat: bool) -> None:
     with runner_of(config_of("Echo", chat=chat)) as runner:
         episodes = runner.run(tasks(6), policy_sampling(1.0), seed=3)
         again = runner.run(tasks(6), policy_sampling(1.0), seed=3)
-    writer = runner.sampler.example_tokenizer
+    writer = runner.sampler.encoder
     assert [e.ids for e in episodes] == [e.ids for e in again]
     assert 1 <= min(e.turns for e in episodes) < 3 == max(e.turns for e in episodes)  # a reply without an end
     for episode in episodes:
@@ -164,7 +164,7 @@ def test_limits_truncate_and_errors_are_counted(
     name: str, options: dict[str, Any], length: int, wanted: dict[str, Any]
 ) -> None:
     with runner_of(config_of(name, **options), length) as runner:
-        runner.sampler.example_tokenizer.stop_ids = frozenset(range(300))  # every reply has one id
+        runner.sampler.encoder.stop_ids = frozenset(range(300))  # every reply has one id
         episodes = runner.run(tasks(3), policy_sampling(1.0), seed=1)
     for episode in episodes:
         reason = wanted.get("reason", "")
@@ -218,7 +218,7 @@ def test_waiting_environment_does_not_stop_others(monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(runner, "_make", slow_first)
         monkeypatch.setattr(runner, "_process", record)
-        runner.sampler.example_tokenizer.stop_ids = frozenset(range(300))
+        runner.sampler.encoder.stop_ids = frozenset(range(300))
         runner.run(tasks(4), policy_sampling(1.0), seed=1)
     assert order[-2:] == [0, 0] and sorted(order) == [0, 0, 1, 1, 2, 2, 3, 3]
 

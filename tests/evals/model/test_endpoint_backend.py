@@ -12,7 +12,6 @@ from tests.support.evals.hf_folders import sentences, write_tokenizer
 
 from whorl.errors import ConfigError
 from whorl.evals.model import endpoint_client
-from whorl.evals.model.encoding import RequestEncoder
 from whorl.evals.model.endpoint_backend import EndpointBackend
 from whorl.evals.model.endpoint_client import DEAD_AFTER
 from whorl.evals.model.requests import (
@@ -28,6 +27,7 @@ from whorl.evals.model.requests import (
 from whorl.evals.model.response_cache import CachedBackend, ResponseCache
 from whorl.evals.model.windows import strided_windows
 from whorl.tokens.hf_tokenizer import load_tokenizer
+from whorl.tokens.token_encoder import TokenEncoder
 
 COMPLETIONS = "/v1/completions"
 FAST: dict[str, Any] = {"timeout": 0.3, "backoff": 0.01, "max_retries": 2}
@@ -174,9 +174,7 @@ def test_scores_by_ids_are_those_of_the_encoder(fake: FakeEndpoint, tokenizer: P
     long = " ".join(sentences(9))
     pairs = [("The red dog ", "runs"), ("", "The cat"), (long, " the dog")]
     made = answers(backend, [ScoreRequest(*pair) for pair in pairs])
-    for pair, response in zip(
-        RequestEncoder(load_tokenizer(tokenizer)).encode_pairs(pairs), made, strict=True
-    ):
+    for pair, response in zip(TokenEncoder(load_tokenizer(tokenizer)).encode_pairs(pairs), made, strict=True):
         assert isinstance(response, Score) and response.ids == tuple(pair.continuation)
         assert response.log_probs == tuple(-1 / (1 + i) for i in pair.continuation)
         n = min(len(pair.context), 23 - len(pair.continuation))

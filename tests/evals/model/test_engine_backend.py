@@ -59,7 +59,7 @@ def forward(backend: EngineBackend, ids: list[int]) -> torch.Tensor:
 def test_long_prompt_loses_its_beginning_and_keeps_half_of_the_window(backend: EngineBackend) -> None:
     length = backend.max_length or 0
     prompt = " ".join(sentences(length, seed=1))
-    n = len(backend.encoder.encode_prompt(prompt))
+    n = len(backend.encoder.encode_context(prompt))
     found = answers(
         backend, [GenerateRequest(prompt, m) for m in (4, 10 * length)] + [GenerateRequest("The", 4)]
     )
@@ -84,7 +84,7 @@ def test_scores_equal_the_forward_in_order_of_requests(backend: EngineBackend) -
 def test_greedy_continuation_is_recognized(backend: EngineBackend) -> None:
     [made] = answers(backend, [GenerateRequest("The red dog", max_tokens=5)])
     assert isinstance(made, Completion) and len(made.ids) == 5 and made.finish == "length"
-    context = backend.encoder.encode_prompt("The red dog")
+    context = backend.encoder.encode_context("The red dog")
     build = backend._score(context, made.ids)
     assert not isinstance(build, Missing)
     [delta] = list(backend.engine.stream(build[0]))

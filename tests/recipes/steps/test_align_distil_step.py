@@ -12,10 +12,10 @@ from tests.support.notes import TRAINING_RECIPE, write_notes
 from tests.support.recipes.align_recipes import ARITHMETIC, INIT_MODEL, TRAINED
 from tests.support.recipes.align_steps import run_text
 
-from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import ConfigError
 from whorl.models import load_model
 from whorl.report.blocks import Curve, StepReport
+from whorl.tokens.token_encoder import TokenEncoder
 
 DISTIL = f"""{INIT_MODEL}{ARITHMETIC}{TRAINED}
 [steps.distil]
@@ -60,7 +60,7 @@ def test_distil_trains_every_kind_of_student(sets: tuple[str, ...]) -> None:
     assert drawn[0].note.startswith("Divergence from the teacher")
     if "distil.on_policy_fraction=0.5" in sets:
         assert curve[0]["logprob_diff_max"] < 1e-4
-    load_example_tokenizer(found.path)
+    TokenEncoder.load(found.path)
 
 
 def test_distil_with_given_student_and_errors() -> None:

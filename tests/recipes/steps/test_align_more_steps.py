@@ -21,13 +21,13 @@ from whorl.align.data.dataset_files import read_preferences, split_by_prompt, wr
 from whorl.align.data.formats import Conversation, Preference, PromptCompletion, UnpairedPreference
 from whorl.align.preference.reward_model import load_reward_verifier
 from whorl.align.rl.rollout import RolloutWorker
-from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import ConfigError, DataError
 from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.requests import Completion
 from whorl.models import load_model
 from whorl.recipes import load_recipe
 from whorl.report.blocks import Curve, StepReport
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.train.checkpoint.manager import CheckpointManager
 
 SETTINGS = (
@@ -129,7 +129,7 @@ def test_preference_raises_implicit_accuracy(objective: str) -> None:
     assert after["rewards/margin"] > before["rewards/margin"] and after["implicit_accuracy"] == 1.0
     assert "36 pairs; held out: implicit accuracy" in found.summary["headline"]
     load_model(found.path)
-    load_example_tokenizer(found.path)
+    TokenEncoder.load(found.path)
     assert json.loads((found.path / "curve.json").read_text())[0]["step"] == 1
     curve = next(b for b in StepReport.read(found.file("report.json")).blocks if isinstance(b, Curve))
     assert curve.title == "preference: loss" and curve.note.startswith(f"Loss of {objective.upper()} per ")

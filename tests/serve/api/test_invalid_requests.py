@@ -14,7 +14,7 @@ import pytest
 from tests.support.serve.live_server import make_state, running
 
 from whorl.serve.api.response_formatting import StreamDecoder
-from whorl.serve.worker.model_entry import ServedModel
+from whorl.tokens.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
@@ -204,8 +204,8 @@ def test_panic_of_a_library_is_a_json_error(server: Any, monkeypatch: pytest.Mon
     def panic(*_: Any) -> Any:
         raise Panic("retry limit")
 
-    monkeypatch.setattr(ServedModel, "encode_text", panic)
-    monkeypatch.setattr(ServedModel, "encode_prompt", panic)
+    monkeypatch.setattr(Tokenizer, "encode_to_list", panic)
+    monkeypatch.setattr(Tokenizer, "encode_prompt", panic)
     for n in (1, 20_000):  # in the event loop, and in a thread
         for path, field in (("/tokenize", "prompt"), ("/v1/embeddings", "input")):
             answer = server.post(path, json={"model": "tiny", field: "x" * n})

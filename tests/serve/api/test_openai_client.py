@@ -152,7 +152,7 @@ def test_embeddings_are_unit_vectors_in_both_encodings(server: Any, client: Any)
     for one, same in zip(found.data, plain.data, strict=True):
         assert np.linalg.norm(one.embedding) == pytest.approx(1, abs=1e-5)
         assert one.embedding == pytest.approx(same.embedding, abs=1e-6)
-    ids = server.api.models[0].encode_text(texts[1])
+    ids = server.api.models[0].tokenizer.encode_to_list(texts[1])
     want = server.ask(lambda engine: result_of(mean_pooled_embedding(engine.model, ids)))
     from_ids = embed(input=ids, encoding_format="float")
     for same in (plain.data[1], from_ids.data[0]):

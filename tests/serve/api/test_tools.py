@@ -25,9 +25,9 @@ from whorl.engine.request import Grammar
 from whorl.engine.sampling.grammar import GrammarCompiler
 from whorl.errors import DataError
 from whorl.evals.grading.read import to_task
-from whorl.evals.model.example import ExampleTokenizer, LengthFilter
 from whorl.serve.api.protocol import Tool, ToolChoice
 from whorl.serve.api.tools import tool_choice_grammar
+from whorl.tokens.token_encoder import LengthFilter, TokenEncoder
 
 
 def closed_object(**properties: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ RECORDS = [
 @pytest.mark.parametrize("record", RECORDS)
 def test_training_ids_equal_ids_of_tokenize(server: Any, tmp_path: Path, record: dict[str, Any]) -> None:
     """SFT, preferences, KTO and tasks of one conversation, through files, against the server's own template."""
-    tokenize = ExampleTokenizer(make_tokenizer())
+    tokenize = TokenEncoder(make_tokenizer())
 
     def served(messages: Any, prompt: bool) -> list[int]:
         body = {"messages": messages, "tools": RECORDS[0]["tools"], "add_generation_prompt": prompt}

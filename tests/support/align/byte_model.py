@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.support.tiny import BYTE_VOCAB, make_byte_tokenizer, make_decoder
 from whorl.align.model.policy_model import PolicyModel
-from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
 from whorl.models import LanguageModel, Transformer
+from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample
 from whorl.tokens.tokenizer import Tokenizer
 
 VOCAB = BYTE_VOCAB
@@ -28,8 +28,8 @@ def tokenizer(folder: Path | None = None) -> Tokenizer:
 
 
 @functools.cache
-def scribe() -> ExampleTokenizer:
-    return ExampleTokenizer(tokenizer())
+def scribe() -> TokenEncoder:
+    return TokenEncoder(tokenizer())
 
 
 BANNED = scribe().banned_ids(VOCAB)

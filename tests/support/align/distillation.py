@@ -15,9 +15,9 @@ from whorl.align.config import DistilConfig
 from whorl.align.distillation.teacher import LiveTeacher
 from whorl.align.distillation.train import train_student
 from whorl.align.model.policy_model import PolicyModel
-from whorl.evals.model.example import TokenizedExample
 from whorl.models import LanguageModel, make_model, whorl_decoder
 from whorl.objectives.distil import divergence
+from whorl.tokens.token_encoder import TokenizedExample
 from whorl.tracking.seeds import generator
 
 SCRIBE = scribe()
@@ -66,7 +66,7 @@ def learn(
     history, callback = record(kill)
     live = LiveTeacher(teacher) if isinstance(teacher, torch.nn.Module) else teacher
     train_student(
-        network, live, texts, config_of(**config), example_tokenizer=SCRIBE, pad_id=PAD,
+        network, live, texts, config_of(**config), encoder=SCRIBE, pad_id=PAD,
         callback=callback, checkpoint_dir=checkpoint_dir, log=log,
     )  # fmt: skip
     return history

@@ -163,7 +163,7 @@ def _distil(run: StageRun, top: int = 0, student: Any = None, **options: Any) ->
     made = make_student(teacher, shape, generator=generator(3), calibration_ids=rows)
     network = run.network(config, made)
     who: Any = cache_teacher_logits(teacher, texts, pad_id=PAD, top_k=top) if top else LiveTeacher(teacher)
-    train_student(network, who, texts, config, example_tokenizer=scribe(), pad_id=PAD, **run.usual)
+    train_student(network, who, texts, config, encoder=scribe(), pad_id=PAD, **run.usual)
     return network
 
 

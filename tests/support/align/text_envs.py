@@ -10,8 +10,8 @@ from typing import Any
 from whorl.align.environments import EnvironmentConfig
 from whorl.align.rl.rollout import RolloutWorker
 from whorl.evals.episodes.environment import Reply, TextEnv, Turn
-from whorl.evals.model.example import Message
 from whorl.sandbox import Program
+from whorl.tokens.token_encoder import Message
 
 LIMITS = ("max_turns", "step_seconds", "reset_seconds", "overlap")
 
@@ -21,7 +21,7 @@ class ShortReplies(RolloutWorker):
 
     def setup(self, rows: int = 64) -> None:
         super().setup(rows)
-        self._example_tokenizer.stop_ids |= frozenset(range(0, 256, 2))
+        self._encoder.stop_ids |= frozenset(range(0, 256, 2))
 
 
 class Echo(TextEnv):

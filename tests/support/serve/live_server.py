@@ -20,14 +20,15 @@ from tests.support.tiny import decoder_config
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Delta
+from whorl.evals.model.sampling import open_engine
 from whorl.http.connections import uvicorn_limits
 from whorl.models import Transformer
 from whorl.serve.api.app import create_app
 from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
 from whorl.serve.server import DrainingServer, bind_socket
-from whorl.serve.worker.model_loading import make_engine, served_model
-from whorl.tokens.chat import ChatTemplate
+from whorl.serve.worker.model_loading import served_model
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tokens.tokenizer import Tokenizer
 
 MARKS = ("<|im_start|>", "<|im_end|>")
@@ -53,13 +54,14 @@ def make_tiny_engine(tokenizer: Tokenizer | None = None) -> Engine:
     tokenizer = tokenizer or make_tokenizer()
     model = make_tiny_decoder(tokenizer)
     config = EngineConfig(max_model_len=1024, kv_cache_tokens=4096, block_size=16, max_num_seqs=8)
-    return make_engine(model, tokenizer, ChatTemplate(tokenizer), config)
+    encoder = TokenEncoder(tokenizer)
+    return open_engine(model, config, encoder, grammar_ends=encoder.stop_ids)
 
 
 def make_state(engine: Any = None, **settings: Any) -> AppState:
     tokenizer = make_tokenizer()
     engine = engine or make_tiny_engine(tokenizer)
-    model = served_model(["tiny", "random/tiny"], tokenizer, ChatTemplate(tokenizer), engine)
+    model = served_model(["tiny", "random/tiny"], TokenEncoder(tokenizer), engine)
     return AppState(ServeConfig(port=0, **settings), [model], engine)
 
 

@@ -137,7 +137,7 @@ def _distil(run: Run) -> torch.nn.Module:
     teacher = LiveTeacher(distillation.model_of(2))
     return train_student(
         distillation.network_of(), teacher, distillation.some_texts(), config,
-        example_tokenizer=distillation.SCRIBE, pad_id=distillation.PAD, **run.stage,
+        encoder=distillation.SCRIBE, pad_id=distillation.PAD, **run.stage,
     )  # fmt: skip
 
 

@@ -35,13 +35,13 @@ from torch import Tensor
 from whorl.align.config import DistilConfig
 from whorl.align.model.batch import pad
 from whorl.errors import ConfigError, DataError
-from whorl.evals.model.example import ExampleTokenizer, TokenizedExample, concat
-from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
+from whorl.evals.model.sampling import open_engine, policy_sampling, sample_completions
 from whorl.models import LanguageModel
 from whorl.objectives.distil import distil_full_vocab, distil_top_k
 from whorl.objectives.next_token import Loss
 from whorl.store.address import file_sha256
 from whorl.tokens.hf_tokenizer import HFTokenizer
+from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample, concat
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.train.learner.update import MicroBatch
 
@@ -319,7 +319,7 @@ def cache_teacher_logits(
 
 def sample_teacher_completions(
     model: LanguageModel,
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     prompts: Sequence[Sequence[int]],
     *,
     length: int,
@@ -332,12 +332,10 @@ def sample_teacher_completions(
     Sequence-level distillation: Kim and Rush 2016, arXiv:1606.07947, with samples in place of the most likely
     completion.
     """
-    engine = rollout_engine(
-        model.eval().requires_grad_(False), example_tokenizer, sequences=64, max_length=length
-    )
+    engine = open_engine(model.eval().requires_grad_(False), (64, length), encoder, with_text=False)
     sampling = policy_sampling(temperature)
     completions = sample_completions(
-        engine, prompts, sampling, max_tokens=max_tokens, stop_ids=example_tokenizer.stop_ids, seed=seed
+        engine, prompts, sampling, max_tokens=max_tokens, stop_ids=encoder.stop_ids, seed=seed
     )
     examples = [
         concat(p, completion.ids)

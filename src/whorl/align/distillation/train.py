@@ -43,10 +43,9 @@ from whorl.align.stage.task import (
 )
 from whorl.data.epoch_order import EpochOrder, StepOrder
 from whorl.errors import ConfigError, DataError
-from whorl.evals.model.example import ExampleTokenizer, TokenizedExample, concat
-from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
-from whorl.objectives.log_probs import token_log_probs
-from whorl.objectives.next_token import Loss
+from whorl.evals.model.sampling import open_engine, policy_sampling, sample_completions
+from whorl.objectives import Loss, token_log_probs
+from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample, concat
 from whorl.tracking.seeds import derive
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
@@ -58,7 +57,7 @@ def train_student(
     examples: Sequence[TokenizedExample],
     config: DistilConfig,
     *,
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     pad_id: int,
     callback: StepCallback = lambda step, metrics: None,
     checkpoint_dir: Path | None = None,
@@ -70,7 +69,7 @@ def train_student(
     Args:
         examples: texts to learn from, or to take prompts of (all ids before the first one in the loss). For a
             `CachedTeacher` its own examples. None longer than `config.data.seq_len` + 1.
-        example_tokenizer: of the student.
+        encoder: of the student.
         callback: called after each step with kl (the divergence, nats per target), loss_tokens, grad_norm, positions
             (including padding) and time/*. With on-policy texts also on_policy_tokens, completion_length/on_policy,
             truncated_fraction, logprob_diff_max and logprob_diff_mean.
@@ -80,8 +79,8 @@ def train_student(
         ConfigError: another vocabulary, or a `CachedTeacher` with on-policy texts or another temperature.
         DataError: no examples, or one that is too long. DivergedError: a value is not finite.
     """
-    check_teacher(network, teacher, config, example_tokenizer)
-    batches = _DistillationBatches(network, teacher, examples, config, example_tokenizer, pad_id)
+    check_teacher(network, teacher, config, encoder)
+    batches = _DistillationBatches(network, teacher, examples, config, encoder, pad_id)
     task = DistillationTask(network, teacher, batches, dataset_fingerprint(examples))
     run_stage(task, callback, checkpoint_dir, log, heartbeat_dir)
     return network
@@ -159,7 +158,7 @@ class DistillationTask(DatasetTask):
 
 
 def check_teacher(
-    network: PolicyModel, teacher: Teacher, config: DistilConfig, example_tokenizer: ExampleTokenizer
+    network: PolicyModel, teacher: Teacher, config: DistilConfig, encoder: TokenEncoder
 ) -> None:
     """Check that both have the same vocabulary and that the teacher can score the requested texts.
 
@@ -168,7 +167,7 @@ def check_teacher(
     """
     vocab_size, fingerprint = (
         network.model.config.vocab_size,
-        tokenizer_fingerprint(example_tokenizer.tokenizer),
+        tokenizer_fingerprint(encoder.tokenizer),
     )
     if teacher.vocab_size != vocab_size or (
         teacher.vocab_fingerprint and teacher.vocab_fingerprint != fingerprint
@@ -211,11 +210,11 @@ class _DistillationBatches:
         teacher: Teacher,
         texts: Sequence[TokenizedExample],
         config: DistilConfig,
-        example_tokenizer: ExampleTokenizer,
+        encoder: TokenEncoder,
         pad_id: int,
     ) -> None:
         self.network, self.teacher, self.texts, self.config = network, teacher, texts, config
-        self.example_tokenizer, self.pad_id = example_tokenizer, pad_id
+        self.encoder, self.pad_id = encoder, pad_id
         if not texts:
             raise DataError("there are no examples", expected="at least one")
         for n, text in enumerate(texts):
@@ -238,13 +237,16 @@ class _DistillationBatches:
         self.steps, self.batch_size = self.order.steps, self.order.largest
         self.n_on_policy = round(config.on_policy_fraction * self.batch_size)
         vocab = int(network.model.config.vocab_size)
-        banned = example_tokenizer.banned_ids(vocab)
+        banned = encoder.banned_ids(vocab)
         banned_mask = torch.zeros(vocab, dtype=torch.bool)
         banned_mask[banned] = True
         self.banned_mask = banned_mask.to(network.device)
         if self.n_on_policy:
-            self.engine = rollout_engine(
-                network.eval_copy(), example_tokenizer, sequences=64, max_length=config.data.seq_len + 1
+            self.engine = open_engine(
+                network.eval_copy(),
+                (64, config.data.seq_len + 1),
+                encoder,
+                with_text=False,
             )
 
     def batches_from(self, first: int) -> Iterator[_StepBatch]:
@@ -295,7 +297,7 @@ class _DistillationBatches:
         prompts = [self.texts[n].ids[: self.texts[n].prompt_length].tolist() for n in numbers]
         completions = sample_completions(
             self.engine, prompts, policy_sampling(self.network.temperature), max_tokens=self.config.max_completion_tokens,
-            stop_ids=self.example_tokenizer.stop_ids, seed=derive(self.config.seed, "distil", "own", step),
+            stop_ids=self.encoder.stop_ids, seed=derive(self.config.seed, "distil", "own", step),
         )  # fmt: skip
         samples = []
         for prompt, completion in zip(prompts, completions, strict=True):

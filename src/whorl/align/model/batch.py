@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.evals.model.example import TokenizedExample
 from whorl.tokens.packing import best_fit_decreasing
+from whorl.tokens.token_encoder import TokenizedExample
 from whorl.train.learner.update import MicroBatch
 
 TokenStream = Sequence[NDArray[np.float32]]

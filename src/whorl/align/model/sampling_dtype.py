@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from whorl.align.model.policy_model import PolicyModel
+from whorl.engine.config import EngineConfig
 from whorl.engine.cpu.runner import decode_steps, step_shape, timed_rows
 from whorl.engine.engine import Engine
 from whorl.errors import ConfigError
-from whorl.evals.model.example import ExampleTokenizer
-from whorl.evals.model.sampling import policy_sampling, rollout_engine, sample_completions
+from whorl.evals.model.sampling import open_engine, policy_sampling, sample_completions
 from whorl.machine.kernel_choice import fastest
 from whorl.models import LanguageModel
+from whorl.tokens.token_encoder import TokenEncoder
 
 CANDIDATES = ("float32", "bfloat16", "int8")
 MAX_PROBE_PROMPTS, MAX_PROBE_TOKENS = 16, 32  # of the comparison before the choice
@@ -88,7 +89,7 @@ class RolloutSampler:
     def __init__(
         self,
         network: LanguageModel,
-        example_tokenizer: ExampleTokenizer,
+        encoder: TokenEncoder,
         *,
         sequences: int,
         max_length: int,
@@ -99,10 +100,10 @@ class RolloutSampler:
         agree: Callable[[Sequence[float]], list[float]] = list,
         options: Mapping[str, Any],
     ) -> None:
-        self.example_tokenizer, self.sequences, self.max_length = example_tokenizer, sequences, max_length
+        self.encoder, self.sequences, self.max_length = encoder, sequences, max_length
         self.requested, self.bound, self.agree, self.options = requested, bound, agree, options
         network.context_hint = max_length  # as in the engine
-        banned = example_tokenizer.banned_ids(network.config.vocab_size)
+        banned = encoder.banned_ids(network.config.vocab_size)
         self._policy = PolicyModel(network, temperature=temperature, banned_ids=banned)
         self.own = str(network.dtype).removeprefix("torch.")
         self.dtype = dtype if requested == "auto" else self.own if requested == "model" else requested
@@ -111,10 +112,12 @@ class RolloutSampler:
     def _make_engine(self, dtype: str) -> Engine:
         given = {} if dtype == self.own else {"weight_dtype": dtype}
         try:
-            return rollout_engine(
-                self._policy.model, self.example_tokenizer, sequences=self.sequences, max_length=self.max_length,
-                **{**self.options, **given},
-            )  # fmt: skip
+            return open_engine(
+                self._policy.model,
+                EngineConfig.for_batch(self.sequences, self.max_length, **{**self.options, **given}),
+                self.encoder,
+                with_text=False,
+            )
         except ConfigError as error:
             if not given:
                 raise
@@ -169,7 +172,7 @@ class RolloutSampler:
         answers = sample_completions(
             engine, prompts, policy_sampling(self._policy.temperature),
             max_tokens=min(MAX_PROBE_TOKENS, self.max_length - max(map(len, prompts), default=0)),
-            stop_ids=self.example_tokenizer.stop_ids, seed=seed,
+            stop_ids=self.encoder.stop_ids, seed=seed,
         )  # fmt: skip
         rows = [_ProbeRow(*row) for row in zip(prompts, answers, strict=True)]
         return sampler_difference(self._policy, rows, engine.version)

@@ -40,10 +40,10 @@ from whorl.align.stage.task import (
     run_stage,
 )
 from whorl.errors import ConfigError, DataError
-from whorl.evals.model.example import TokenizedExample
 from whorl.objectives.next_token import Loss
 from whorl.objectives.preference import PairLogProbs, PreferenceObjective, kto, kto_kl
 from whorl.parallel.process_group import ProcessGroup
+from whorl.tokens.token_encoder import TokenizedExample
 from whorl.tracking.seeds import numpy_rng
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch

@@ -32,8 +32,8 @@ from whorl.align.model.policy_model import PolicyModel
 from whorl.data.epoch_order import EpochOrder, StepOrder
 from whorl.data.record_fields import Messages
 from whorl.errors import DataError
-from whorl.evals.model.example import ExampleTokenizer, LengthFilter, TokenizedExample, concat
 from whorl.parallel.process_group import ProcessGroup
+from whorl.tokens.token_encoder import LengthFilter, TokenEncoder, TokenizedExample, concat
 
 MAX_SCORED_EXAMPLES = 4096  # examples laid out at a time when scoring
 
@@ -55,7 +55,7 @@ class UnpairedExample:
 
 
 def tokenize_completion(
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     prompt: TextOrMessages,
     completion: TextOrMessages,
     tools: Messages = (),
@@ -69,11 +69,11 @@ def tokenize_completion(
         DataError: the template cannot render it, strings and messages are mixed, or no message is the assistant's.
     """
     if isinstance(prompt, str) and isinstance(completion, str):
-        return example_tokenizer.prompt_completion(prompt, completion)
+        return encoder.prompt_completion(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise DataError("prompt and completion mix strings and messages", expected="one kind")
-    prompt_ids = example_tokenizer.prompt(prompt, tools, variables)
-    conversation = example_tokenizer.conversation([*prompt, *completion], tools, variables)
+    prompt_ids = encoder.prompt(prompt, tools, variables)
+    conversation = encoder.conversation([*prompt, *completion], tools, variables)
     # Each assistant turn is a run of the mask. The completion starts at the first run after those of the prompt.
     run_starts = np.flatnonzero(np.diff(conversation.loss_mask.astype(np.int8)) == 1) + 1
     turns = sum(message["role"] == "assistant" for message in prompt)
@@ -86,7 +86,7 @@ def tokenize_completion(
 
 
 def tokenize_pairs(
-    example_tokenizer: ExampleTokenizer, preferences: Iterable[Preference], length_filter: LengthFilter
+    encoder: TokenEncoder, preferences: Iterable[Preference], length_filter: LengthFilter
 ) -> list[PreferencePair]:
     """Return pairs as examples; `length_filter` counts the rejected ones by reason."""
     pairs = []
@@ -94,26 +94,24 @@ def tokenize_pairs(
         beside = preference.tools, preference.chat_template_kwargs
         try:
             chosen, rejected = (
-                tokenize_completion(example_tokenizer, preference.prompt, side, *beside)
+                tokenize_completion(encoder, preference.prompt, side, *beside)
                 for side in (preference.chosen, preference.rejected)
             )
             pairs.append(PreferencePair(chosen, rejected))
         except DataError as error:
             length_filter.reject(error)
-    return valid_pairs(example_tokenizer, pairs, length_filter)
+    return valid_pairs(encoder, pairs, length_filter)
 
 
 def valid_pairs(
-    example_tokenizer: ExampleTokenizer, pairs: Iterable[PreferencePair], length_filter: LengthFilter
+    encoder: TokenEncoder, pairs: Iterable[PreferencePair], length_filter: LengthFilter
 ) -> list[PreferencePair]:
     """Return the pairs with a learning signal; also for sampled completions, which arrive as ids."""
     valid = []
     for pair in pairs:
         if np.array_equal(pair.chosen.ids, pair.rejected.ids):
             length_filter.reject("chosen and rejected are the same ids")
-        elif not (
-            is_nonempty(example_tokenizer, pair.chosen) and is_nonempty(example_tokenizer, pair.rejected)
-        ):
+        elif not (is_nonempty(encoder, pair.chosen) and is_nonempty(encoder, pair.rejected)):
             length_filter.reject("a completion is empty")
         elif length_filter.accepts(pair.chosen, pair.rejected):
             valid.append(pair)
@@ -121,7 +119,7 @@ def valid_pairs(
 
 
 def tokenize_unpaired(
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     preferences: Iterable[UnpairedPreference],
     length_filter: LengthFilter,
 ) -> list[UnpairedExample]:
@@ -130,22 +128,22 @@ def tokenize_unpaired(
     for preference in preferences:
         try:
             example = tokenize_completion(
-                example_tokenizer, preference.prompt, preference.completion,
+                encoder, preference.prompt, preference.completion,
                 preference.tools, preference.chat_template_kwargs,
             )  # fmt: skip
         except DataError as error:
             length_filter.reject(error)
             continue
-        if not is_nonempty(example_tokenizer, example):
+        if not is_nonempty(encoder, example):
             length_filter.reject("a completion is empty")
         elif length_filter.accepts(example):
             examples.append(UnpairedExample(example, preference.label))
     return examples
 
 
-def is_nonempty(example_tokenizer: ExampleTokenizer, example: TokenizedExample) -> bool:
+def is_nonempty(encoder: TokenEncoder, example: TokenizedExample) -> bool:
     """Return whether the completion has more than its end and white space."""
-    return bool(example_tokenizer.decode(example.ids[example.loss_mask].tolist()).strip())
+    return bool(encoder.decode(example.ids[example.loss_mask].tolist()).strip())
 
 
 class PairBatches:

@@ -36,7 +36,7 @@ from whorl.align.config import LoRAConfig, RewardConfig
 from whorl.align.model.batch import micro_batches, pad, sort_by_length
 from whorl.align.model.policy_model import SCORE_POSITIONS, PolicyModel
 from whorl.align.preference.pairs import PairBatches, PreferencePair
-from whorl.align.stage.io import COPIED_FILES, load_example_tokenizer
+from whorl.align.stage.io import COPIED_FILES
 from whorl.align.stage.task import (
     DatasetTask,
     Log,
@@ -46,10 +46,10 @@ from whorl.align.stage.task import (
 )
 from whorl.errors import CheckpointError, DataError
 from whorl.evals.grading import Completion, Grade, VerifiableTask
-from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
 from whorl.models import LanguageModel, load_model, save_model
 from whorl.objectives.next_token import Loss
 from whorl.objectives.reward import bradley_terry
+from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample
 from whorl.tracking.seeds import generator
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import MicroBatch, ParamOptim
@@ -186,7 +186,7 @@ class RewardTask(DatasetTask):
 
 def score_completions(
     model: RewardModel,
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     tasks: Sequence[VerifiableTask],
     completions: Sequence[Completion],
 ) -> list[Grade]:
@@ -205,7 +205,7 @@ def score_completions(
     longest = model.model.max_positions
     for n, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
         try:
-            text = example_tokenizer.prompt_completion(
+            text = encoder.prompt_completion(
                 task.prompt or task.messages, completion.text, task.tools, task.chat_template_kwargs
             )
         except DataError as error:
@@ -231,8 +231,8 @@ def load_reward_verifier(
         CheckpointError: the folder has no reward model.
     """
     model, _ = load_reward_model(folder, getattr(torch, dtype), device)
-    example_tokenizer = load_example_tokenizer(folder)
-    return lambda tasks, completions: score_completions(model, example_tokenizer, tasks, completions)
+    encoder = TokenEncoder.load(folder)
+    return lambda tasks, completions: score_completions(model, encoder, tasks, completions)
 
 
 def save_reward_model(

@@ -15,14 +15,14 @@ from whorl.evals.episodes.environment import Prompt, TextEnv, make_environment
 from whorl.evals.episodes.runner import EpisodeRunner
 from whorl.evals.episodes.samplers import EngineSampler
 from whorl.evals.grading import Grade, VerifiableTask
-from whorl.evals.model.example import ExampleTokenizer
-from whorl.evals.model.sampling import rollout_engine
+from whorl.evals.model.sampling import open_engine
+from whorl.tokens.token_encoder import TokenEncoder
 
 RESETS = 64  # environments that start at a time
 
 
 def filter_by_length(
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     tasks: Sequence[VerifiableTask],
     length: int,
     max_tokens: int,
@@ -40,7 +40,7 @@ def filter_by_length(
             envs = [make_environment(environment, loop) for _ in part]
             prompts = loop.reset_all(envs, part, environment.reset_seconds if environment else None)
             for task, env, prompt in zip(part, envs, prompts, strict=True):
-                reason = _reject_reason(example_tokenizer, prompt, env, length - max_tokens)
+                reason = _reject_reason(encoder, prompt, env, length - max_tokens)
                 if reason:
                     rejected[reason] = rejected.get(reason, 0) + 1
                 else:
@@ -60,14 +60,12 @@ def filter_by_length(
     return found, rejected
 
 
-def _reject_reason(
-    example_tokenizer: ExampleTokenizer, prompt: Prompt | StepError, env: TextEnv, room: int
-) -> str:
+def _reject_reason(encoder: TokenEncoder, prompt: Prompt | StepError, env: TextEnv, room: int) -> str:
     """Return why a prompt is rejected; empty if it has at most `room` ids."""
     if isinstance(prompt, StepError):
         return prompt.reason
     try:
-        too_long = len(example_tokenizer.prompt(prompt, env.tools, env.chat_template_kwargs)) > room
+        too_long = len(encoder.prompt(prompt, env.tools, env.chat_template_kwargs)) > room
     except DataError as error:
         return str(error).splitlines()[0]
     return f"prompt longer than {room:,} ids" if too_long else ""
@@ -75,7 +73,7 @@ def _reject_reason(
 
 def evaluate_episodes(
     network: PolicyModel,
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     tasks: Sequence[VerifiableTask],
     config: RLConfig,
     temperature: float = 0.0,
@@ -84,11 +82,9 @@ def evaluate_episodes(
 
     temperature: 0 decodes greedily.
     """
-    engine = rollout_engine(
-        network.eval_copy(), example_tokenizer, sequences=64, max_length=config.max_seq_len
-    )
+    engine = open_engine(network.eval_copy(), (64, config.max_seq_len), encoder, with_text=False)
     with closing(make_env_loop(config.environment, tasks)) as loop:
-        sampler = EngineSampler(engine, example_tokenizer, config.max_completion_tokens)
+        sampler = EngineSampler(engine, encoder, config.max_completion_tokens)
         runner = EpisodeRunner(sampler, loop, config.environment)
         sampling = SamplingParams(temperature=temperature, top_p=1.0, top_k=0)
         episodes = runner.run(tasks, sampling, seed=config.seed)

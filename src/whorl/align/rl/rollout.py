@@ -38,12 +38,12 @@ from whorl.align.model.sampling_dtype import CANDIDATES, RolloutSampler
 from whorl.align.preference.reward_model import load_reward_verifier
 from whorl.align.rl.config import AsyncRolloutConfig, RolloutConfig
 from whorl.align.rl.replicas import ReplicaGroup, worker_devices
-from whorl.align.stage.io import load_example_tokenizer
 from whorl.evals.episodes import EngineSampler, Episode, EpisodeRunner, make_env_loop
 from whorl.evals.grading import Grade, VerifiableTask
 from whorl.evals.model.sampling import policy_sampling
 from whorl.models import TransformerConfig, make_model
 from whorl.slots import BoardReader, Slot, Spec
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tracking.seeds import derive
 from whorl.train.determinism import deterministic
 
@@ -170,14 +170,14 @@ class RolloutWorker:
             torch.set_num_threads(self.threads)
         network = make_model(self.model_config, torch.Generator(), getattr(torch, self.dtype))
         network.requires_grad_(False).eval().to(self.device)
-        example_tokenizer = self._example_tokenizer = load_example_tokenizer(self.tokenizer_path)
+        encoder = self._encoder = TokenEncoder.load(self.tokenizer_path)
         shares_cores = self.threads is not None or not self.replica_group.is_single
         options = {
             **({"max_threads": torch.get_num_threads()} if shares_cores else {}),
             **self.engine_options,
         }
         self._sampler = RolloutSampler(
-            network, example_tokenizer, sequences=min(128, rows), max_length=self.max_seq_len,
+            network, encoder, sequences=min(128, rows), max_length=self.max_seq_len,
             temperature=self.temperature, requested=self.rollout.dtype, dtype=self.rollout_dtype,
             bound=self.rollout.bound(self.dtype), agree=self.replica_group.all_gather_max, options=options,
         )  # fmt: skip
@@ -189,7 +189,7 @@ class RolloutWorker:
         )
         workers = None if self.replica_group.is_single else 1  # one core per replica
         self._loop = make_env_loop(self.environment, self.tasks, verifier, sandbox_workers=workers)
-        self._replies = EngineSampler(self._sampler.engine, example_tokenizer, self.max_completion_tokens)
+        self._replies = EngineSampler(self._sampler.engine, encoder, self.max_completion_tokens)
         self._episodes = EpisodeRunner(self._replies, self._loop, self.environment)
 
     def close(self) -> None:

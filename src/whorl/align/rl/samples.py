@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from whorl.align.rl.experience import Experience
 from whorl.evals.grading import Grade, VerifiableTask, pass_criterion
-from whorl.evals.model.example import ExampleTokenizer
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tracking.progress import escape_controls
 
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS = 300, 500  # shown of each, from its beginning
@@ -41,7 +41,7 @@ def make_samples(
 
 
 def rollout_table(
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     tasks: Sequence[VerifiableTask],
     experience: Experience,
     group_size: int,
@@ -58,7 +58,7 @@ def rollout_table(
         for k in dict.fromkeys((order[0], order[-1])):
             row = g * group_size + k
             mask = experience.batch["loss_mask"][row]
-            completion = example_tokenizer.decode(experience.batch["targets"][row][mask].tolist())
+            completion = encoder.decode(experience.batch["targets"][row][mask].tolist())
             passed = bool(experience.passed[row])
             reason = experience.reason[row] or ("passed" if passed else "not passed")
             if reason == "passed":

@@ -22,14 +22,12 @@ from whorl.data.quarantine import Quarantine
 from whorl.engine.sampling_params import SamplingParams
 from whorl.evals import grading
 from whorl.evals.grading import Grade, VerifiableTask
-from whorl.evals.model.example import ExampleTokenizer
-from whorl.evals.model.sampling import rollout_engine, sample_completions
+from whorl.evals.model.sampling import open_engine, sample_completions
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, load_model, save_model
 from whorl.models.lora import load_lora, merge_lora, save_lora
 from whorl.sandbox import Sandbox
-from whorl.tokens.chat import load_chat_template
-from whorl.tokens.hf_tokenizer import load_tokenizer
+from whorl.tokens.token_encoder import TokenEncoder
 
 COPIED_FILES = (
     "tokenizer.json",
@@ -40,12 +38,6 @@ COPIED_FILES = (
     "tokenizer.model",
 )
 ADAPTER = "adapter"
-
-
-def load_example_tokenizer(folder: Path) -> ExampleTokenizer:
-    """Return the example tokenizer of a model's tokenizer and chat template."""
-    tokenizer = load_tokenizer(folder)
-    return ExampleTokenizer(tokenizer, load_chat_template(folder, tokenizer))
 
 
 def load_stage_model(folder: Path, config: StageConfig, machine: Machine) -> LanguageModel:
@@ -64,7 +56,7 @@ def load_stage_model(folder: Path, config: StageConfig, machine: Machine) -> Lan
 
 def make_policy_model(
     model: LanguageModel,
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     config: StageConfig,
     *,
     context_hint: int,
@@ -76,7 +68,8 @@ def make_policy_model(
     context_hint: context length of the engine that rows must agree with.
     """
     model.context_hint = context_hint
-    banned = example_tokenizer.banned_ids(model.config.vocab_size)
+    encoder.require_end()
+    banned = encoder.banned_ids(model.config.vocab_size)
     return PolicyModel(
         model,
         temperature=temperature,
@@ -89,13 +82,13 @@ def make_policy_model(
 
 def open_policy(
     folder: Path, config: StageConfig, machine: Machine, **options: Any
-) -> tuple[ExampleTokenizer, PolicyModel]:
+) -> tuple[TokenEncoder, PolicyModel]:
     """Return the tokenizer and the model of a folder, as a stage on `machine` trains it.
 
     options: of `make_policy_model`.
     """
     machine.apply()
-    tokenizer, model = load_example_tokenizer(folder), load_stage_model(folder, config, machine)
+    tokenizer, model = TokenEncoder.load(folder), load_stage_model(folder, config, machine)
     return tokenizer, make_policy_model(model, tokenizer, config, **options)
 
 
@@ -138,7 +131,7 @@ def record_pass_criterion(
 
 def evaluate_tasks(
     network: PolicyModel,
-    example_tokenizer: ExampleTokenizer,
+    encoder: TokenEncoder,
     eval_tasks: Sequence[VerifiableTask],
     *,
     max_tokens: int,
@@ -152,15 +145,15 @@ def evaluate_tasks(
 
     temperature: None decodes greedily.
     """
-    engine = rollout_engine(network.eval_copy(), example_tokenizer, sequences=64, max_length=length)
-    prompts = [example_tokenizer.task_prompt(task) for task in eval_tasks for _ in range(samples)]
+    engine = open_engine(network.eval_copy(), (64, length), encoder, with_text=False)
+    prompts = [encoder.task_prompt(task) for task in eval_tasks for _ in range(samples)]
     sampling = (
         SamplingParams(temperature=0)
         if temperature is None
         else SamplingParams(temperature=temperature, top_p=1.0, top_k=0)
     )
     completions = sample_completions(
-        engine, prompts, sampling, max_tokens=max_tokens, stop_ids=example_tokenizer.stop_ids, seed=seed
+        engine, prompts, sampling, max_tokens=max_tokens, stop_ids=encoder.stop_ids, seed=seed
     )
-    texts = [example_tokenizer.decode(completion.ids) for completion in completions]
+    texts = [encoder.decode(completion.ids) for completion in completions]
     return texts, grading.grade_tasks([task for task in eval_tasks for _ in range(samples)], texts, sandbox)

@@ -44,9 +44,9 @@ from whorl.align.stage.task import (
 )
 from whorl.data.epoch_order import EpochOrder, StepOrder
 from whorl.errors import ConfigError, DataError
-from whorl.evals.model.example import TokenizedExample
 from whorl.objectives.next_token import Loss
 from whorl.tokens.loader import open_batches
+from whorl.tokens.token_encoder import TokenizedExample
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch

@@ -26,9 +26,9 @@ from torch import Tensor
 from whorl.align.config import StageConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.experts import check_expert_settings, stage_param_optims
-from whorl.evals.model.example import TokenizedExample
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup, cores_for_replicas
+from whorl.tokens.token_encoder import TokenizedExample
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.learner.update import AcceptStep, MicroBatch, Update, accept_if_finite

@@ -12,18 +12,17 @@ from pydantic import ValidationError
 
 from whorl.align.data.arithmetic import Arithmetic
 from whorl.align.preference.reward_model import load_reward_model
-from whorl.align.stage.io import load_example_tokenizer
 from whorl.data.quarantine import Quarantine
 from whorl.errors import ConfigError
 from whorl.evals.grading import read_tasks
 from whorl.evals.kinds.generate import verifiable_task
-from whorl.evals.model.example import concat
 from whorl.evals.model.requests import GenerateRequest, Request, Response, Score
 from whorl.evals.tasks import EvalTask
 from whorl.evals.tasks.config import GenerationConfig
 from whorl.evals.tasks.task import task_hash
 from whorl.machine.device_probe import probe
 from whorl.store import Store, user_path
+from whorl.tokens.token_encoder import TokenEncoder, concat
 
 N_PROBLEMS = 100
 
@@ -114,12 +113,12 @@ class RewardBackend:
     def __init__(self, name: str, address: str, folder: Path, device: str) -> None:
         self.name, self.address = name, address
         self.model, _ = load_reward_model(folder, device=device)
-        self.example_tokenizer = load_example_tokenizer(folder)
+        self.encoder = TokenEncoder.load(folder)
 
     def respond(self, requests: Sequence[Request], on_response: Callable[[int, Response], None]) -> None:
         """See `ModelBackend`. Raises ConfigError: an answer has ids that the reward model has not."""
         asked = [request for request in requests if isinstance(request, GenerateRequest)]
-        examples = [concat(self.example_tokenizer.prompt(r.prompt), r.answer_ids) for r in asked]
+        examples = [concat(self.encoder.prompt(r.prompt), r.answer_ids) for r in asked]
         rows = self.model.model.config.vocab_size
         if any(int(each.ids.max()) >= rows for each in examples):
             raise ConfigError(

@@ -48,13 +48,12 @@ def sample(
     import torch
 
     from whorl.engine import EngineConfig, SamplingParams, load_for_sampling
-    from whorl.engine.engine import Engine
     from whorl.engine.request import Request
     from whorl.errors import ConfigError
+    from whorl.evals.model.sampling import open_engine
     from whorl.machine.device_probe import probe
     from whorl.store import Store
-    from whorl.tokens.healing import heal
-    from whorl.tokens.hf_tokenizer import HFTokenizer, load_tokenizer
+    from whorl.tokens.hf_tokenizer import load_tokenizer
     from whorl.tracking.seeds import derive
 
     if not math.isfinite(temperature):
@@ -74,16 +73,14 @@ def sample(
     torch.set_num_threads(1)  # the operations of one token are too small for several threads
     model = load_for_sampling(found.path, machine)
     tokenizer = load_tokenizer(found.path)
-    healed = tokenizer.heal_prompt(text) if isinstance(tokenizer, HFTokenizer) else heal(tokenizer, text)
+    healed = tokenizer.heal_prompt(text)
     seed = seed if seed is not None else time.time_ns() % (1 << 31)
-    rows = model.config.vocab_size
-    engine = Engine(
+    engine = open_engine(
         model,
         EngineConfig.for_batch(  # single steps, so that each token is shown at once
             1, min(healed.n_tokens + max_tokens, model.max_positions or sys.maxsize), decode_burst=1
         ),
-        token_bytes=tokenizer.text_bytes(rows),
-        banned_ids=tokenizer.banned_ids(rows),
+        tokenizer,
         compile_native=False,  # the first token does not wait for a compiler
     )
     request = Request(

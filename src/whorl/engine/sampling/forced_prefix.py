@@ -1,4 +1,4 @@
-"""Force an output to start with given bytes, in any tokens: a healed prompt (`tokens/healing.py`).
+"""Force an output to start with given bytes, in any tokens: a healed prompt (`tokens/vocabulary.py`).
 
     allowed(t) = t starts with the rest of the prefix, or the rest starts with t (t not empty)
 

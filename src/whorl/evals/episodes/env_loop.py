@@ -39,9 +39,9 @@ from whorl.evals.episodes.environment import (
     make_environment,
 )
 from whorl.evals.grading import Grade, VerifiableTask, grade_tasks, needs_sandbox
-from whorl.evals.model.example import Message
 from whorl.evals.model.requests import Completion
 from whorl.sandbox import Program, ProgramResult, Sandbox
+from whorl.tokens.token_encoder import Message
 
 VerifyBatch = Callable[[Sequence[VerifiableTask], Sequence[Completion]], Sequence[Grade]]
 T = TypeVar("T")

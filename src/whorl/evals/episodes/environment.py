@@ -24,9 +24,9 @@ from typing import Any, Protocol
 from whorl.errors import DataError
 from whorl.evals.episodes.config import EpisodeConfig
 from whorl.evals.grading import Grade, VerifiableTask
-from whorl.evals.model.example import Message
 from whorl.evals.model.requests import Completion
 from whorl.sandbox import Program, ProgramResult
+from whorl.tokens.token_encoder import Message
 
 Prompt = str | Sequence[Message]
 

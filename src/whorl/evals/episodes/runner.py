@@ -33,7 +33,7 @@ from whorl.evals.episodes.config import EpisodeConfig
 from whorl.evals.episodes.env_loop import GRACE_SECONDS, POLL_SECONDS, EnvLoop, StepError
 from whorl.evals.episodes.environment import Prompt, Reply, TextEnv, Turn, make_environment
 from whorl.evals.grading import Grade, VerifiableTask
-from whorl.evals.model.example import Message
+from whorl.tokens.token_encoder import Message
 from whorl.tracking.seeds import derive
 
 

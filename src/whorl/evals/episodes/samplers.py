@@ -16,16 +16,16 @@ from whorl.errors import ConfigError
 from whorl.evals.episodes.environment import Reply
 from whorl.evals.episodes.runner import Episode
 from whorl.evals.grading.task import VerifiableTask
-from whorl.evals.model.example import ExampleTokenizer, Message
 from whorl.evals.model.requests import Completion, Finish, GenerateRequest, Missing, Response
+from whorl.tokens.token_encoder import Message, TokenEncoder
 
 
 class EngineSampler:
     """A `ReplySampler` over an engine. max_tokens: ids of one reply."""
 
-    def __init__(self, engine: Engine, example_tokenizer: ExampleTokenizer, max_tokens: int) -> None:
-        self.engine, self.example_tokenizer, self.max_tokens = engine, example_tokenizer, max_tokens
-        self.empty_row: Sequence[int] = (example_tokenizer.tokenizer.end_ids[0],)
+    def __init__(self, engine: Engine, encoder: TokenEncoder, max_tokens: int) -> None:
+        self.engine, self.encoder, self.max_tokens = engine, encoder, max_tokens
+        self.empty_row: Sequence[int] = (encoder.tokenizer.end_ids[0],)
         self._prompt_ids: dict[int, tuple[VerifiableTask, list[int]]] = {}
 
     @property
@@ -36,7 +36,7 @@ class EngineSampler:
     def start(self, episode: Episode, task: VerifiableTask) -> None:
         """See `ReplySampler`."""
         env, known = episode.env, self._prompt_ids.get(id(task))
-        encode = self.example_tokenizer.prompt
+        encode = self.encoder.prompt
         ids = known[1] if known else encode(episode.prompt, env.tools, env.chat_template_kwargs)
         if len(ids) >= self.engine.max_positions:
             raise ConfigError(
@@ -51,7 +51,7 @@ class EngineSampler:
         """See `ReplySampler`."""
         limits = self.max_tokens, self.engine.max_positions - len(episode.ids), episode.env.max_tokens
         self.engine.add(Request(
-            id=str(n), ids=tuple(episode.ids), sampling=sampling, stop_ids=self.example_tokenizer.stop_ids,
+            id=str(n), ids=tuple(episode.ids), sampling=sampling, stop_ids=self.encoder.stop_ids,
             max_tokens=min(each for each in limits if each is not None),
         ))  # fmt: skip
 
@@ -67,7 +67,7 @@ class EngineSampler:
                 episode.versions.append(token.version)
             if delta.finish_reason is not None:
                 ids, start = episode.ids, episode.reply_start
-                text = self.example_tokenizer.decode(ids[start:])
+                text = self.encoder.decode(ids[start:])
                 finish: Finish = "stop" if delta.finish_reason == "stop" else "length"
                 log_probs = tuple(episode.log_probs[start:])
                 episode.reply = Reply(text, tuple(ids[start:]), log_probs, finish, prompt_ids=ids[:start])
@@ -79,7 +79,7 @@ class EngineSampler:
         if not episode.reply.finished:
             return False
         env = episode.env
-        ids = self.example_tokenizer.after_reply(
+        ids = self.encoder.after_reply(
             episode.prompt, messages, env.tools, env.chat_template_kwargs, stop_id=episode.ids[-1]
         )
         if len(episode.ids) + len(ids) >= self.engine.max_positions:

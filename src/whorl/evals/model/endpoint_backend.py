@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import DataError, shorten
-from whorl.evals.model.encoding import RequestEncoder, move_space
 from whorl.evals.model.endpoint_client import EndpointClient, Events, Fault
 from whorl.evals.model.model_folder import extend_address, hash_folder
 from whorl.evals.model.requests import (
@@ -41,7 +40,7 @@ from whorl.evals.model.requests import (
     TextRequest,
 )
 from whorl.evals.model.windows import strided_windows
-from whorl.tokens.hf_tokenizer import load_tokenizer
+from whorl.tokens.token_encoder import TokenEncoder, move_space
 
 DEFAULT_WINDOW = 2048  # of an endpoint that does not state its length
 MAX_STATED_LENGTH = 1 << 24
@@ -67,7 +66,7 @@ class EndpointBackend:
         model: str,
         address: str,
         *,
-        encoder: RequestEncoder | None = None,
+        encoder: TokenEncoder | None = None,
         max_length: int | None = None,
         concurrency: int = 16,
         extra: Mapping[str, Any] | None = None,
@@ -96,7 +95,7 @@ class EndpointBackend:
         """Return a backend. Its only request now is GET /models, for the length.
 
         Args:
-            tokenizer: folder of the model, or of its tokenizer. add_bos: see `RequestEncoder`.
+            tokenizer: folder of the model, or of its tokenizer. add_bos: see `TokenEncoder`.
             max_length: positions of a request; default: `max_model_len` of GET /models.
             client: further arguments of `EndpointClient`: timeout, max_retries, api_key_env.
 
@@ -106,7 +105,7 @@ class EndpointBackend:
         connection = EndpointClient(url, concurrency=concurrency, **client)
         encoder, files = None, ""
         if tokenizer is not None:
-            encoder = RequestEncoder(load_tokenizer(Path(tokenizer)), add_bos)
+            encoder = TokenEncoder.load(Path(tokenizer), add_bos)
             files = hash_folder(Path(tokenizer))
         length = max_length or _stated_length(connection, model)
         key = hashlib.sha256(f"{connection.url}\n{model}".encode()).hexdigest()[:32]

@@ -30,7 +30,6 @@ from whorl.engine.request import Delta
 from whorl.engine.request import Request as EngineRequest
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import DataError, WhorlError
-from whorl.evals.model.encoding import AnyTokenizer, RequestEncoder
 from whorl.evals.model.model_folder import ModelFolder, extend_address
 from whorl.evals.model.requests import (
     Completion,
@@ -42,13 +41,11 @@ from whorl.evals.model.requests import (
     ScoreRequest,
     TextRequest,
 )
+from whorl.evals.model.sampling import open_engine
 from whorl.evals.model.windows import strided_windows
 from whorl.machine.device_probe import probe
 from whorl.models import load_model
-from whorl.tokens.chat import ChatTemplate, load_chat_template
-from whorl.tokens.healing import HealedPrompt, heal
-from whorl.tokens.hf_tokenizer import load_tokenizer
-from whorl.tokens.tokenizer import Tokenizer
+from whorl.tokens.token_encoder import TokenEncoder
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -80,7 +77,7 @@ class EngineBackend:
 
     Args:
         engine: without unfinished requests.
-        encoder: of the engine's model. chat: its chat template.
+        encoder: of the engine's model.
         max_length: positions of a request at most; the engine's limit by default.
     """
 
@@ -89,11 +86,10 @@ class EngineBackend:
         name: str,
         address: str,
         engine: Engine,
-        encoder: RequestEncoder,
-        chat: ChatTemplate,
+        encoder: TokenEncoder,
         max_length: int | None = None,
     ) -> None:
-        self.name, self.address, self.engine, self.encoder, self.chat = name, address, engine, encoder, chat
+        self.name, self.address, self.engine, self.encoder = name, address, engine, encoder
         self.tokenizer = encoder.tokenizer
         self.max_length: int | None = min(max_length or engine.max_positions, engine.max_positions)
         self._n_requests = 0
@@ -116,7 +112,7 @@ class EngineBackend:
         Args:
             dtype: of the weights: float32 or bfloat16. batch_size: requests that run at once.
             max_length: positions of a request at most; by default what the model's configuration states.
-            add_bos: see `RequestEncoder`.
+            add_bos: see `TokenEncoder`.
             batch_invariant: scores equal to the bit for any batch and any contents of the cache.
             engine: further fields of `EngineConfig`.
 
@@ -125,7 +121,7 @@ class EngineBackend:
         """
         folder = ModelFolder.open(ref, store)
         model = load_model(folder.path, getattr(torch, dtype), probe().device).eval()
-        tokenizer = load_tokenizer(folder.path)
+        encoder = TokenEncoder.load(folder.path, add_bos)
         length = max_length or model.declared_length
         each = model.kv_bytes_per_token() or 1
         positions = min(batch_size * length, max(CACHE_POSITIONS, 2 * length))
@@ -138,11 +134,7 @@ class EngineBackend:
             "max_num_batched_tokens": BATCHED_TOKENS, "max_decode_slowdown": math.inf, "batch_invariant": batch_invariant,
             "decode_burst": BATCH_BURST, **engine,
         })  # fmt: skip
-        rows = model.config.vocab_size
-        running = Engine(
-            model, config, token_bytes=_token_bytes(tokenizer, rows), banned_ids=tokenizer.banned_ids(rows)
-        )
-        encoder = RequestEncoder(tokenizer, add_bos)
+        running = open_engine(model, config, encoder.tokenizer, with_text=None)
         settings = {
             "dtype": dtype,
             "length": length,
@@ -150,8 +142,7 @@ class EngineBackend:
             "weights": config.weight_dtype or "",
         }
         return cls(
-            folder.name, extend_address(folder.address, settings), running, encoder,
-            load_chat_template(folder.path, tokenizer), length,
+            folder.name, extend_address(folder.address, settings), running, encoder, length,
         )  # fmt: skip
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
@@ -250,12 +241,12 @@ class EngineBackend:
         stop, stop_ids = tuple(s.encode() for s in request.stop), frozenset(self.encoder.tokenizer.end_ids)
         forced = b""
         if isinstance(request.prompt, str) and request.heal:
-            ids, forced, _ = self._heal(request.prompt)
+            ids, forced, _ = self.encoder.heal(request.prompt)
         elif isinstance(request.prompt, str):
-            ids = self.encoder.encode_prompt(request.prompt)
+            ids = self.encoder.encode_context(request.prompt)
         else:
-            ids = self.chat.encode_prompt(request.prompt)
-            stop, stop_ids = (*stop, *self.chat.stop), self.chat.stop_ids
+            ids = self.encoder.chat.encode_prompt(request.prompt)
+            stop, stop_ids = (*stop, *self.encoder.chat.stop), self.encoder.chat.stop_ids
         ids = [*ids, *request.answer_ids]
         room = max(self._length - len(ids), self._length // 2, 1)
         max_tokens = min(request.max_tokens, room)
@@ -265,12 +256,6 @@ class EngineBackend:
             kept, sampling=sampling, max_tokens=max_tokens, stop=stop, stop_ids=stop_ids, forced_prefix=forced
         )
         return [made], partial(_read_completion, n_cut=len(ids) - len(kept))
-
-    def _heal(self, text: str) -> HealedPrompt:
-        tokenizer = self.encoder.tokenizer
-        if isinstance(tokenizer, Tokenizer):
-            return heal(tokenizer, text)
-        return tokenizer.heal_prompt(text)
 
     @property
     def _length(self) -> int:
@@ -309,13 +294,6 @@ def _read_completion(deltas: Sequence[Delta], n_cut: int) -> Response:
     text = b"".join(delta.text for delta in deltas).decode("utf-8", "replace")
     ids, log_probs = tuple(t.id for t in tokens), tuple(t.raw_log_prob for t in tokens)
     return Completion(text, ids, log_probs, finish, n_cut)
-
-
-def _token_bytes(tokenizer: AnyTokenizer, n_rows: int) -> list[bytes]:
-    try:
-        return tokenizer.text_bytes(n_rows)
-    except DataError:  # WordPiece; scoring needs no bytes
-        return []
 
 
 def _sort_key(request: Request) -> str:

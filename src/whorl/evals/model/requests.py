@@ -49,7 +49,7 @@ class GenerateRequest:
     """Generate one completion.
 
     prompt: a text to continue, or messages to answer. temperature: 0 is greedy. heal: the last token of a text may be a
-    part of a longer one (`tokens/healing.py`); for texts cut inside a line. An endpoint may not do so.
+    part of a longer one (`tokens/vocabulary.py`); for texts cut inside a line. An endpoint may not do so.
     answer_ids: the beginning of the answer, which a local model continues.
     """
 

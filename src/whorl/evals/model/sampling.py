@@ -1,4 +1,6 @@
-"""Sampled completions: ids with the log-probability and weight version of each.
+"""Engines for models, and sampled completions: ids with the log-probability and weight version of each.
+
+`open_engine` is the one place that makes an engine for a model and its tokenizer.
 
 `sample_completions` serves all users: RL rollouts, evaluations, test-time scaling and on-policy distillation. Input and
 output are ids. The stop id is part of a completion, because stopping is a choice of the policy.
@@ -9,16 +11,19 @@ timing. So the same call returns the same completions on every engine, except fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
+from whorl.engine.sampling.grammar import GrammarCompiler
 from whorl.engine.sampling_params import SamplingParams
-from whorl.errors import ConfigError
-from whorl.evals.model.example import ExampleTokenizer
+from whorl.errors import ConfigError, DataError
 from whorl.models import LanguageModel
+from whorl.tokens.hf_tokenizer import AnyTokenizer
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tracking.seeds import derive
 
 
@@ -46,17 +51,42 @@ def policy_sampling(temperature: float) -> SamplingParams:
     return SamplingParams(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
 
 
-def rollout_engine(
+def open_engine(
     model: LanguageModel,
-    example_tokenizer: ExampleTokenizer,
+    sizes: EngineConfig | tuple[int, int],
+    ids: AnyTokenizer | TokenEncoder,
     *,
-    sequences: int,
-    max_length: int,
+    with_text: bool | None = True,
+    grammar_ends: Collection[int] = (),
     **options: Any,
 ) -> Engine:
-    """Return an engine for completions (`EngineConfig.for_batch`); options: further fields of its settings."""
-    config = EngineConfig.for_batch(sequences, max_length, **options)
-    return Engine(model, config, banned_ids=example_tokenizer.banned_ids(model.config.vocab_size))
+    """Return the engine of a model.
+
+    Args:
+        model: in its compute dtype, on its device.
+        sizes: settings, or the sequences and positions of a batch (`EngineConfig.for_batch`).
+        ids: a tokenizer; or an encoder, with which the ids that end a turn of its chat template are sampled.
+        with_text: return the text of tokens; None: unless the tokenizer does not spell bytes. Without text a step takes less
+            time, and stop strings are rejected.
+        grammar_ends: ids that end a text, to compile grammars where llguidance is installed.
+        options: further arguments of `Engine`.
+
+    Raises:
+        ConfigError: as `Engine`. DataError: the tokenizer does not spell bytes.
+    """
+    config = sizes if isinstance(sizes, EngineConfig) else EngineConfig.for_batch(*sizes)
+    rows = model.config.vocab_size
+    table: list[bytes] = []
+    if with_text is not False:
+        try:
+            table = ids.text_bytes(rows)
+        except DataError:  # WordPiece; such a model can score
+            if with_text:
+                raise
+    ends = sorted(i for i in grammar_ends if i < len(table))
+    if ends and find_spec("llguidance") is not None:  # the Python API works without it
+        options["compile_grammar"] = GrammarCompiler(table, ends, len(table)).compile
+    return Engine(model, config, token_bytes=table, banned_ids=ids.banned_ids(rows), **options)
 
 
 def sample_completions(

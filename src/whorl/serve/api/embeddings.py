@@ -85,7 +85,11 @@ def _prompt_ids(state: AppState, body: TokenizeRequest, model: ServedModel | Ser
             add_generation_prompt=body.add_generation_prompt, variables=template_kwargs(body.chat_template_kwargs),
         )  # fmt: skip
     text = body.prompt or ""
-    return model.encode_prompt(text) if isinstance(model, ServedModel) else model.encode_text(text)
+    return (
+        model.tokenizer.encode_prompt(text)
+        if isinstance(model, ServedModel)
+        else model.tokenizer.encode_to_list(text)
+    )
 
 
 def _input_ids(given: Any, model: ServedModel | ServedEmbedder) -> list[list[int]]:
@@ -94,7 +98,9 @@ def _input_ids(given: Any, model: ServedModel | ServedEmbedder) -> list[list[int
     Raises:
         ApiError: a text is empty, too long, or has an unknown id.
     """
-    texts = [model.encode_text(text) if isinstance(text, str) else text for text in _input_list(given)]
+    texts = [
+        model.tokenizer.encode_to_list(text) if isinstance(text, str) else text for text in _input_list(given)
+    ]
     for ids in texts:
         check_ids(
             ids, model.vocab_size if isinstance(model, ServedModel) else model.tokenizer.vocab_size, "input"

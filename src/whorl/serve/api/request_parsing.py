@@ -321,9 +321,9 @@ def _prompt(given: str | list[int], served: ServedModel, heal: bool) -> ParsedPr
     if isinstance(given, str):
         _check_text_length(given, served)
         if heal:
-            healed = served.encode_healed(given)
+            healed = served.tokenizer.heal_prompt(given)
             return ParsedPrompt(healed.ids, given.encode(), healed.n_tokens, healed.forced_prefix)
-        ids = served.encode_prompt(given)
+        ids = served.tokenizer.encode_prompt(given)
         return ParsedPrompt(ids, given.encode(), len(ids))
     check_ids(given, served.vocab_size, "prompt")
     decodable = (i for i in given if i < served.tokenizer.vocab_size)

@@ -24,8 +24,9 @@ from whorl.engine.request import Alternatives, FinishReason, Token
 from whorl.errors import shorten
 from whorl.serve.api.protocol import GenerationRequest
 from whorl.serve.errors import ApiError
-from whorl.serve.worker.model_entry import AnyTokenizer, ServedModel
+from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.worker import Stream
+from whorl.tokens.hf_tokenizer import AnyTokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
 MAX_TOKENS_PER_DELTA = (

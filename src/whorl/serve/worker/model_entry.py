@@ -12,11 +12,9 @@ import torch
 
 from whorl.models import LanguageModel
 from whorl.tokens.chat import ChatTemplate
-from whorl.tokens.healing import HealedPrompt, heal
-from whorl.tokens.hf_tokenizer import HFTokenizer
+from whorl.tokens.hf_tokenizer import AnyTokenizer, HFTokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
-AnyTokenizer = Tokenizer | HFTokenizer
 Embed = Callable[[Sequence[int]], Generator[None, None, list[float]]]  # ids -> unit vector [d], in pieces
 PIECE_TOKENS = 256  # of a long text, which is embedded in pieces
 
@@ -45,25 +43,6 @@ class ServedModel:
         """Bytes of the longest token; 0 if unknown, as with a tokenizer that normalizes its text."""
         return 0 if isinstance(self.tokenizer, HFTokenizer) else max(map(len, self.tokenizer.token_bytes))
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, with the beginning-of-sequence token of the training format."""
-        if isinstance(self.tokenizer, HFTokenizer):
-            return self.tokenizer.encode_prompt(text)
-        ids = self.tokenizer.encode_to_list(text)
-        ids.insert(0, self.tokenizer.bos_id)
-        return ids
-
-    def encode_healed(self, text: str) -> HealedPrompt:
-        """Return a prompt with token healing: the model generates its end again."""
-        tokenizer = self.tokenizer
-        return tokenizer.heal_prompt(text) if isinstance(tokenizer, HFTokenizer) else heal(tokenizer, text)
-
-    def encode_text(self, text: str) -> list[int]:
-        """Return the ids of a text without special tokens."""
-        if isinstance(self.tokenizer, HFTokenizer):
-            return [int(i) for i in self.tokenizer.encode(text)]
-        return self.tokenizer.encode_to_list(text)
-
     @property
     def card(self) -> dict[str, Any]:
         """The entry of /v1/models."""
@@ -89,9 +68,6 @@ class ServedEmbedder:
     embed: Embed
     aliases: frozenset[str] = frozenset()
     created: int = field(default_factory=lambda: int(time.time()))
-
-    def encode_text(self, text: str) -> list[int]:
-        return self.tokenizer.encode_to_list(text)
 
     @property
     def card(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,14 @@ from whorl.embedding.embedder import Embedder, embedding_pieces
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.load import load_for_sampling
-from whorl.engine.sampling.grammar import GrammarCompiler
 from whorl.engine.speculation.load import NO_SPECULATION, Speculation, make_proposer
 from whorl.errors import ConfigError
+from whorl.evals.model.sampling import open_engine
 from whorl.machine.device_probe import Machine
-from whorl.models import LanguageModel
 from whorl.models.lora import load_lora
-from whorl.serve.worker.model_entry import AnyTokenizer, ServedEmbedder, ServedModel, mean_pooled_embedding
+from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel, mean_pooled_embedding
 from whorl.store import Store, user_path
-from whorl.tokens.chat import ChatTemplate, load_chat_template
-from whorl.tokens.hf_tokenizer import load_tokenizer
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tokens.tokenizer import Tokenizer
 
 CACHE_MEMORY_FRACTION = 0.25  # of the free memory
@@ -91,7 +88,7 @@ def load_generation_model(
     rows = min(8, config.max_num_seqs)
     model = load_for_sampling(location.folder, machine, batch_size=rows)
     draft = speculation.load_draft(model, machine, rows)
-    tokenizer = load_tokenizer(location.folder)
+    encoder = TokenEncoder.load(location.folder)
     gc.collect()
     bound = model.declared_length
     if max_model_len is not None:
@@ -111,11 +108,13 @@ def load_generation_model(
             do="increase --kv-cache-memory",
         )
     sizes = config.model_copy(update={"max_model_len": bound, "kv_cache_tokens": tokens})
-    chat = load_chat_template(location.folder, tokenizer)
-    banned = tokenizer.banned_ids(model.config.vocab_size, keep=chat.stop_ids)
+    banned = encoder.banned_ids(model.config.vocab_size)
     proposer = make_proposer(speculation, location.folder, model, draft, sizes, banned)
-    engine = make_engine(model, tokenizer, chat, sizes, proposer=proposer, **engine_kwargs)
-    base = served_model(location.names, tokenizer, chat, engine)
+    engine = open_engine(
+        model, sizes, encoder, grammar_ends=encoder.stop_ids, proposer=proposer, **engine_kwargs
+    )
+
+    base = served_model(location.names, encoder, engine)
     models = [base]
     for name, _, folder in loras:
         engine.adapters.add(name, load_lora(Path(folder).expanduser(), model))
@@ -123,37 +122,13 @@ def load_generation_model(
     return models, engine
 
 
-def make_engine(
-    model: LanguageModel,
-    tokenizer: AnyTokenizer,
-    chat: ChatTemplate,
-    config: EngineConfig,
-    **engine_kwargs: Any,
-) -> Engine:
-    """Build an engine with token bytes, banned ids and, where llguidance is installed, a grammar compiler."""
-    id_bytes = tokenizer.text_bytes(model.config.vocab_size)
-    ends = sorted(i for i in chat.stop_ids if i < len(id_bytes))
-    can_compile = bool(ends) and find_spec("llguidance") is not None  # the Python API works without it
-    compiler = GrammarCompiler(id_bytes, ends, len(id_bytes)) if can_compile else None
-    return Engine(
-        model,
-        config,
-        token_bytes=id_bytes,
-        banned_ids=tokenizer.banned_ids(model.config.vocab_size, keep=chat.stop_ids),
-        compile_grammar=compiler.compile if compiler is not None else None,
-        **engine_kwargs,
-    )
-
-
-def served_model(
-    names: Sequence[str], tokenizer: AnyTokenizer, chat: ChatTemplate, engine: Engine
-) -> ServedModel:
+def served_model(names: Sequence[str], encoder: TokenEncoder, engine: Engine) -> ServedModel:
     """Return the API's entry for an engine's model."""
     return ServedModel(
         name=names[0],
         aliases=frozenset(names[1:]),
-        tokenizer=tokenizer,
-        chat_template=chat,
+        tokenizer=encoder.tokenizer,
+        chat_template=encoder.chat,
         vocab_size=engine.model.config.vocab_size,
         max_model_len=engine.max_positions,
         embed=lambda ids: mean_pooled_embedding(engine.model, ids),

@@ -21,8 +21,8 @@ from whorl.evals.episodes.environment import Reply, make_environment
 from whorl.evals.episodes.runner import EpisodeRunner
 from whorl.evals.episodes.samplers import EngineSampler
 from whorl.evals.grading.task import VerifiableTask
-from whorl.evals.model.example import ExampleTokenizer
-from whorl.evals.model.sampling import policy_sampling, rollout_engine
+from whorl.evals.model.sampling import open_engine, policy_sampling
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tokens.tokenizer import Tokenizer
 
 CHAT = Tokenizer([bytes([i]) for i in range(256)], special_tokens=["<|im_start|>", "<|im_end|>"])
@@ -114,14 +114,14 @@ def test_unreachable_server_stops_the_stage() -> None:
     pytest.importorskip("openenv.core", reason="needs the extra openenv")
     config = EnvironmentConfig(name="openenv", options={"url": "http://127.0.0.1:9", **PLAY})
     with pytest.raises(ConfigError, match="starts none of 2 tasks: reset: ConnectionError"):
-        filter_by_length(ExampleTokenizer(CHAT), [task(), task()], 200, 8, config)
+        filter_by_length(TokenEncoder(CHAT), [task(), task()], 200, 8, config)
 
 
 def test_rollouts_play_in_separate_sessions(url: str) -> None:
     """Eight rollouts at a time, of three batches, on a server of sixteen sessions: they are closed."""
     config = EnvironmentConfig(name="openenv", options={"url": url, **PLAY}, max_turns=3)
-    writer = ExampleTokenizer(CHAT)
-    engine = rollout_engine(decoder(), writer, sequences=8, max_length=300)
+    writer = TokenEncoder(CHAT)
+    engine = open_engine(decoder(), (8, 300), writer, with_text=False)
     writer.stop_ids |= frozenset(range(0, 256, 2))
     with closing(make_env_loop(config, [])) as loop:
         runner = EpisodeRunner(EngineSampler(engine, writer, 4), loop, config)

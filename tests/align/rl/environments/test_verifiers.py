@@ -21,8 +21,8 @@ from whorl.evals.episodes.env_loop import make_env_loop
 from whorl.evals.episodes.environment import make_environment
 from whorl.evals.episodes.runner import Episode, EpisodeRunner
 from whorl.evals.episodes.samplers import EngineSampler
-from whorl.evals.model.example import ExampleTokenizer
-from whorl.evals.model.sampling import policy_sampling, rollout_engine
+from whorl.evals.model.sampling import open_engine, policy_sampling
+from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tokens.tokenizer import Tokenizer
 
 CHAT = Tokenizer([bytes([i]) for i in range(256)], special_tokens=["<|im_start|>", "<|im_end|>"])
@@ -43,11 +43,11 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop(TASKSET, None)
 
 
-def episodes(n: int = 3, **options: Any) -> tuple[list[Episode], ExampleTokenizer]:
+def episodes(n: int = 3, **options: Any) -> tuple[list[Episode], TokenEncoder]:
     """Run one task n times with random weights, whose replies end at every second byte."""
     config = EnvironmentConfig(name="verifiers", options={"taskset": TASKSET, **options}, step_seconds=20)
-    writer = ExampleTokenizer(CHAT)
-    engine = rollout_engine(decoder(), writer, sequences=8, max_length=400)
+    writer = TokenEncoder(CHAT)
+    engine = open_engine(decoder(), (8, 400), writer, with_text=False)
     writer.stop_ids |= frozenset(range(0, 256, 2))
     task = verifiers_tasks(TASKSET, n_train=2, n_test=1)["train"][0]
     with closing(make_env_loop(config, [])) as loop:

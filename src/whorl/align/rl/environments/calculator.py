@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from whorl.evals.episodes.environment import EnvServices, Reply, TextEnv, Turn, grade_info
-from whorl.evals.model.example import Message
 from whorl.tokens.chat.tool_calls import ParsedToolCall, parse_reply
+from whorl.tokens.token_encoder import Message
 
 MAX_CHARACTERS = 200
 MAX_BITS = 4096  # of an integer

@@ -25,8 +25,8 @@ from typing import Any
 from whorl.errors import ConfigError, DataError
 from whorl.evals.episodes.environment import EnvServices, Prompt, Reply, TextEnv, Turn
 from whorl.evals.grading.task import VerifiableTask
-from whorl.evals.model.example import Message
 from whorl.registry import import_attribute
+from whorl.tokens.token_encoder import Message
 
 GENERIC_CLIENT = "openenv.core.generic_client:GenericEnvClient"
 

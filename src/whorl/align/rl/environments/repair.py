@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from whorl.errors import ConfigError
 from whorl.evals.episodes.environment import EnvServices, Reply, TextEnv, Turn
 from whorl.evals.grading.programs import tests_program
-from whorl.evals.model.example import Message
+from whorl.tokens.token_encoder import Message
 
 MAX_CHARACTERS = 600  # of the output that the policy sees; the end is kept
 

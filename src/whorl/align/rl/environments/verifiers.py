@@ -33,8 +33,8 @@ from whorl.align.rl.environments._verifiers_endpoint import LocalEndpoint, Pendi
 from whorl.errors import ConfigError, DataError
 from whorl.evals.episodes.environment import EnvServices, Prompt, Reply, TextEnv, Turn
 from whorl.evals.grading.task import VerifiableTask
-from whorl.evals.model.example import Message
 from whorl.tokens.chat.tool_calls import parse_reply
+from whorl.tokens.token_encoder import Message
 
 
 class VerifiersEnv(TextEnv):

@@ -44,8 +44,8 @@ from whorl.recipes.stage import (
 if TYPE_CHECKING:
     from whorl.align.distillation.teacher import Teacher
     from whorl.align.model.policy_model import PolicyModel
-    from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
     from whorl.models import LanguageModel
+    from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample
 
 PRUNING_EXAMPLES = 64  # texts that measure the importance of heads and channels
 
@@ -101,16 +101,16 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
     """Train a student on the distribution of its teacher."""
     from whorl.align.distillation.train import train_student
     from whorl.align.stage.io import (
-        load_example_tokenizer,
         load_stage_model,
         make_policy_model,
         read_tasks,
         save_stage_model,
     )
+    from whorl.tokens.token_encoder import TokenEncoder
 
     folder, machine = ctx.parent_folder("model"), ctx.machine
     machine.apply()
-    tokenizer = load_example_tokenizer(folder)
+    tokenizer = TokenEncoder.load(folder)
     model = load_stage_model(folder, config, machine)
     model.context_hint = config.data.seq_len + 1
     needs_prompts = config.texts.completions_from == "teacher" or config.on_policy_fraction > 0
@@ -149,7 +149,7 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
         teacher,
         texts,
         config,
-        example_tokenizer=tokenizer,
+        encoder=tokenizer,
         pad_id=pad_id_of(tokenizer),
     )
     result = train_stage(
@@ -197,7 +197,7 @@ class TextsConfig(Protocol):
 def load_texts(
     ctx: StepContext,
     config: TextsConfig,
-    tokenizer: ExampleTokenizer,
+    tokenizer: TokenEncoder,
     teacher: LanguageModel,
     *,
     needs_prompts: bool,
@@ -235,12 +235,12 @@ def load_texts(
 
 
 def _pretraining_examples(
-    ctx: StepContext, config: TextsConfig, tokenizer: ExampleTokenizer
+    ctx: StepContext, config: TextsConfig, tokenizer: TokenEncoder
 ) -> list[TokenizedExample]:
     """Return the first pretraining documents, each cut to one row."""
     import numpy as np
 
-    from whorl.evals.model.example import TokenizedExample
+    from whorl.tokens.token_encoder import TokenizedExample
 
     found = []
     for ids in islice(open_token_set(ctx).split("train").iter_documents(), config.texts.max_examples):
@@ -253,7 +253,7 @@ def _pretraining_examples(
 
 
 def _teacher_completions(
-    ctx: StepContext, config: TextsConfig, tokenizer: ExampleTokenizer, teacher: LanguageModel
+    ctx: StepContext, config: TextsConfig, tokenizer: TokenEncoder, teacher: LanguageModel
 ) -> tuple[list[TokenizedExample], dict[str, int]]:
     """Return the teacher's completions of the task prompts; deterministic in the seed, so a resumed run gets the same."""
     from whorl.align.distillation.teacher import sample_teacher_completions
@@ -279,7 +279,7 @@ def _teacher_completions(
 def _make_student(
     ctx: StepContext,
     config: DistilStepConfig,
-    tokenizer: ExampleTokenizer,
+    tokenizer: TokenEncoder,
     teacher: LanguageModel,
     texts: Sequence[TokenizedExample],
 ) -> tuple[LanguageModel, Path]:
@@ -291,7 +291,8 @@ def _make_student(
     from whorl.align.distillation.student import make_student
     from whorl.align.distillation.teacher import check_same_vocabulary
     from whorl.align.model.batch import pad
-    from whorl.align.stage.io import load_example_tokenizer, load_stage_model
+    from whorl.align.stage.io import load_stage_model
+    from whorl.tokens.token_encoder import TokenEncoder
     from whorl.tracking.seeds import generator
 
     if ("student" in ctx.parents) == (config.student is not None):
@@ -303,7 +304,7 @@ def _make_student(
         ctx.parents["student"].check()
         folder = ctx.parents["student"].path
         names = ctx.parents["model"].name, ctx.parents["student"].name
-        check_same_vocabulary(tokenizer.tokenizer, load_example_tokenizer(folder).tokenizer, names=names)
+        check_same_vocabulary(tokenizer.tokenizer, TokenEncoder.load(folder).tokenizer, names=names)
         return load_stage_model(folder, config, ctx.machine), folder
     batch = pad(texts[:PRUNING_EXAMPLES], pad_id_of(tokenizer))
     made = make_student(
@@ -318,7 +319,7 @@ def _make_student(
 def _make_teacher(
     ctx: StepContext,
     config: DistilStepConfig,
-    tokenizer: ExampleTokenizer,
+    tokenizer: TokenEncoder,
     model: LanguageModel,
     texts: list[TokenizedExample],
 ) -> tuple[Teacher, list[TokenizedExample]]:

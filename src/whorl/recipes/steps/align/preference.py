@@ -40,7 +40,7 @@ from whorl.report.stages import SECTION
 if TYPE_CHECKING:
     from whorl.align.model.policy_model import PolicyModel
     from whorl.align.preference.pairs import PreferencePair, UnpairedExample
-    from whorl.evals.model.example import ExampleTokenizer, LengthFilter
+    from whorl.tokens.token_encoder import LengthFilter, TokenEncoder
 
 PREFERENCE_PARENTS = {"model": "model", "preferences": "preferences"}
 
@@ -103,11 +103,12 @@ def reward_model(ctx: StepContext, config: RewardConfig) -> None:
     """Train a reward model and report its accuracy and calibration."""
     from whorl.align.preference.reward_model import RewardModel, save_reward_model, train_reward_model
     from whorl.align.preference.reward_report import evaluate_reward_model
-    from whorl.align.stage.io import load_example_tokenizer, load_stage_model
+    from whorl.align.stage.io import load_stage_model
+    from whorl.tokens.token_encoder import TokenEncoder
 
     folder, machine = ctx.parent_folder("model"), ctx.machine
     machine.apply()
-    tokenizer = load_example_tokenizer(folder)
+    tokenizer = TokenEncoder.load(folder)
     model = RewardModel(load_stage_model(folder, config, machine), lora=config.model.lora, seed=config.seed)
     train, test, length_filter = _load_examples(ctx, tokenizer, config, pairs_only=True)
     result = train_stage(
@@ -149,7 +150,7 @@ def reward_model(ctx: StepContext, config: RewardConfig) -> None:
 
 
 def _load_examples(
-    ctx: StepContext, tokenizer: ExampleTokenizer, config: PreferenceStageConfig, *, pairs_only: bool = False
+    ctx: StepContext, tokenizer: TokenEncoder, config: PreferenceStageConfig, *, pairs_only: bool = False
 ) -> tuple[list[Any], list[Any], LengthFilter]:
     """Return (training examples, held-out examples, the filter with its counts).
 
@@ -158,7 +159,7 @@ def _load_examples(
     """
     from whorl.align.data.dataset_files import read_preferences, read_unpaired
     from whorl.align.preference.pairs import tokenize_pairs, tokenize_unpaired
-    from whorl.evals.model.example import LengthFilter
+    from whorl.tokens.token_encoder import LengthFilter
 
     given = ctx.parents["preferences"]
     given.check()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from whorl.align.model.policy_model import PolicyModel
     from whorl.align.rl.experience import Experience
     from whorl.evals.grading import Grade, VerifiableTask
-    from whorl.evals.model.example import ExampleTokenizer
+    from whorl.tokens.token_encoder import TokenEncoder
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
     )  # fmt: skip
 
 
-def _load_tasks(ctx: StepContext, config: RLConfig, tokenizer: ExampleTokenizer) -> _Tasks:
+def _load_tasks(ctx: StepContext, config: RLConfig, tokenizer: TokenEncoder) -> _Tasks:
     """Read the parent `tasks` and log what is too long.
 
     Raises:
@@ -141,7 +141,7 @@ def _evaluator(
     ctx: StepContext,
     config: RLConfig,
     network: PolicyModel,
-    tokenizer: ExampleTokenizer,
+    tokenizer: TokenEncoder,
     tests: list[VerifiableTask],
     samples: dict[str, Any],
     reward_model: Path | None,

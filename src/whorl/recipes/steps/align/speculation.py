@@ -48,7 +48,7 @@ from whorl.report.stages import SECTION
 
 if TYPE_CHECKING:
     from whorl.engine.speculation.load import Speculation
-    from whorl.evals.model.example import ExampleTokenizer, TokenizedExample
+    from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample
 
 DRAFT_PARENTS = {"model": "model", "tasks?": "tasks", "tokens?": "tokens"}
 PROMPT_IDS = 32  # of a held-out document
@@ -99,16 +99,16 @@ class MultiTokenStepConfig(MultiTokenConfig):
 )
 def draft(ctx: StepContext, config: DraftStepConfig) -> None:
     """Distil a small draft model for speculative decoding, and measure its acceptance rate and speed."""
-    from whorl.align.stage.io import load_example_tokenizer
     from whorl.engine.speculation.load import Speculation
     from whorl.models import read_config
+    from whorl.tokens.token_encoder import TokenEncoder
 
     folder = ctx.parent_folder("model")
     if config.student is None and "student" not in ctx.parents:
         layers = max(1, read_config(folder).n_layers // LAYER_FRACTION)
         config = config.model_copy(update={"student": StudentConfig(n_layers=layers)})
     distil(ctx, config)
-    tokenizer = load_example_tokenizer(folder)
+    tokenizer = TokenEncoder.load(folder)
     prompts = _held_out_prompts(ctx, tokenizer, [], config.texts.held_out_prompts)
     _measure(ctx, folder, Speculation(draft=ctx.out), tokenizer, prompts, config.texts.held_out_tokens)
 
@@ -116,15 +116,16 @@ def draft(ctx: StepContext, config: DraftStepConfig) -> None:
 @step("model", config=MultiTokenStepConfig, parents=DRAFT_PARENTS, not_hashed=NOT_HASHED)
 def multi_token(ctx: StepContext, config: MultiTokenStepConfig) -> None:
     """Train heads that predict several tokens ahead, and measure their acceptance rate and speed."""
-    from whorl.align.stage.io import load_example_tokenizer, load_stage_model, save_stage_model
+    from whorl.align.stage.io import load_stage_model, save_stage_model
     from whorl.align.stage.multi_token import MultiTokenModel, MultiTokenTask
     from whorl.align.stage.sft import fine_tune
     from whorl.engine.speculation.load import Speculation
     from whorl.models.multi_token import save_multi_token
+    from whorl.tokens.token_encoder import TokenEncoder
 
     folder, machine = ctx.parent_folder("model"), ctx.machine
     machine.apply()
-    tokenizer = load_example_tokenizer(folder)
+    tokenizer = TokenEncoder.load(folder)
     model = load_stage_model(folder, config, machine)
     model.context_hint = config.data.seq_len + 1
     texts, left = load_texts(
@@ -158,7 +159,7 @@ def multi_token(ctx: StepContext, config: MultiTokenStepConfig) -> None:
 
 
 def _held_out_prompts(
-    ctx: StepContext, tokenizer: ExampleTokenizer, texts: Sequence[TokenizedExample], n: int
+    ctx: StepContext, tokenizer: TokenEncoder, texts: Sequence[TokenizedExample], n: int
 ) -> list[list[int]]:
     """Return up to `n` prompts: of held-out tasks, else the starts of held-out documents, else of `texts`.
 
@@ -187,7 +188,7 @@ def _measure(
     ctx: StepContext,
     folder: Path,
     speculation: Speculation,
-    tokenizer: ExampleTokenizer,
+    tokenizer: TokenEncoder,
     prompts: list[list[int]],
     max_tokens: int,
 ) -> None:

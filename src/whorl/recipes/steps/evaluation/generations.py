@@ -41,9 +41,8 @@ def draw_samples(
     ctx: StepContext, tokenizer: Tokenizer, held_out: Sequence[str], *, n: int, max_tokens: int, seed: int
 ) -> list[dict[str, Any]]:
     """Return samples with the probability of every token: fixed prompts for Python, then the start of held-out files."""
-    from whorl.engine import EngineConfig, SamplingParams, load_for_sampling
-    from whorl.engine.engine import Engine
-    from whorl.tokens.healing import heal
+    from whorl.engine import SamplingParams, load_for_sampling
+    from whorl.evals.model.sampling import open_engine
     from whorl.tracking.seeds import derive
 
     model = load_for_sampling(ctx.parent_folder("model"), ctx.machine)
@@ -51,18 +50,13 @@ def draw_samples(
     openings = [text.encode()[:OPENING_BYTES].decode("utf-8", "ignore") for text in held_out]
     openings.sort(key=lambda opening: not has_words(opening.partition("\n")[0]))  # the first ones are shown
     texts = [text.encode() for text in (*fixed, *openings)][:n]
-    sampling, rows = SamplingParams(), model.config.vocab_size
-    prompts = [heal(tokenizer, text.decode("utf-8", "ignore")) for text in texts]
+    sampling = SamplingParams()
+    prompts = [tokenizer.heal_prompt(text.decode("utf-8", "ignore")) for text in texts]
     if not prompts:
         return []
     room = max(len(healed.ids) for healed in prompts)
     room = max(1, min(room, model.declared_length - max_tokens))
-    engine = Engine(
-        model,
-        EngineConfig.for_batch(len(prompts), room + max_tokens),
-        token_bytes=tokenizer.text_bytes(rows),
-        banned_ids=tokenizer.banned_ids(rows),
-    )
+    engine = open_engine(model, (len(prompts), room + max_tokens), tokenizer)
     completions = engine.generate(
         [healed.ids[-room:] for healed in prompts],
         [sampling.model_copy(update={"seed": derive(seed, "report", i)}) for i in range(len(prompts))],

@@ -58,25 +58,19 @@ class PretrainObserver(StageRecorder):
         return values
 
     def _sample(self, model: LanguageModel, step: int) -> str:
-        from whorl.engine import EngineConfig, SamplingParams
-        from whorl.engine.engine import Engine
-        from whorl.tokens.healing import heal
+        from whorl.engine import SamplingParams
+        from whorl.evals.model.sampling import open_engine
         from whorl.tracking.seeds import derive
 
-        t, rows = self.tokenizer, model.config.vocab_size
-        healed = heal(t, self.prompt)
-        engine = Engine(
-            model,
-            EngineConfig.for_batch(1, len(healed.ids) + SAMPLE_TOKENS),
-            token_bytes=t.text_bytes(rows),
-            banned_ids=t.banned_ids(rows),
-            compile_native=False,  # training does not wait for a compiler
-        )
+        healed = self.tokenizer.heal_prompt(self.prompt)
+        sizes = 1, len(healed.ids) + SAMPLE_TOKENS
+        # Training does not wait for a compiler.
+        engine = open_engine(model, sizes, self.tokenizer, compile_native=False)
         (completion,) = engine.generate(
             [healed.ids],
             SamplingParams(seed=derive(0, "sample", step)),
             max_tokens=SAMPLE_TOKENS,
-            stop_ids=t.end_ids,
+            stop_ids=self.tokenizer.end_ids,
             forced_prefixes=[healed.forced_prefix],
         )
         text = self.prompt + completion.text.decode("utf-8", "replace")

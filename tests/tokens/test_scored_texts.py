@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.support.evals.hf_folders import KINDS, sentences, write_tokenizer
 
 from whorl.errors import DataError
-from whorl.evals.model.encoding import RequestEncoder
 from whorl.tokens.hf_tokenizer import load_tokenizer
+from whorl.tokens.token_encoder import TokenEncoder
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -30,10 +30,10 @@ def oracle(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def encoder(folder: Path) -> RequestEncoder:
+def encoder(folder: Path) -> TokenEncoder:
     tokenizer = load_tokenizer(folder)
     exported = (folder / "tokenizer.json").read_text().find("<|pad|>") > 0  # by this package
-    return RequestEncoder(tokenizer, add_bos=False if exported else None)
+    return TokenEncoder(tokenizer, add_bos=False if exported else None)
 
 
 def harness_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -63,7 +63,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_pairs_have_ids_of_harness(pair: tuple[str, str], encoder: RequestEncoder, oracle: Any) -> None:
+def test_pairs_have_ids_of_harness(pair: tuple[str, str], encoder: TokenEncoder, oracle: Any) -> None:
     special = any(text in "".join(pair) for text in ("<|pad|>",))
     if special and encoder.tokenizer.vocab_size and not hasattr(encoder.tokenizer, "all_special_ids"):
         pytest.skip("this package's tokenizer encodes the text of a special token as text")
@@ -74,7 +74,7 @@ def test_pairs_have_ids_of_harness(pair: tuple[str, str], encoder: RequestEncode
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text("ab the,.1\n é", max_size=12), st.text("ab the,.1\n é", min_size=1, max_size=8))
 def test_random_pairs_have_ids_of_harness(
-    encoder: RequestEncoder, oracle: Any, context: str, continuation: str
+    encoder: TokenEncoder, oracle: Any, context: str, continuation: str
 ) -> None:
     if not context.strip() and (context or not continuation.strip()):
         return  # the harness fails
@@ -82,23 +82,23 @@ def test_random_pairs_have_ids_of_harness(
     assert (got.context, got.continuation) == harness_pair(oracle, context, continuation)
 
 
-def test_context_of_white_space_is_the_prefix(encoder: RequestEncoder) -> None:
+def test_context_of_white_space_is_the_prefix(encoder: TokenEncoder) -> None:
     [spaces, empty] = encoder.encode_pairs([("  ", "the cat"), ("", "  the cat")])
     assert spaces == empty and spaces.context == [encoder.prefix_id]
 
 
-def test_document_begins_with_prefix_once(encoder: RequestEncoder) -> None:
+def test_document_begins_with_prefix_once(encoder: TokenEncoder) -> None:
     ids = encoder.encode_document("The red dog")
     assert ids[0] == encoder.prefix_id and encoder.prefix_id not in ids[1:]
 
 
-def test_lone_surrogate_is_rejected(encoder: RequestEncoder) -> None:
+def test_lone_surrogate_is_rejected(encoder: TokenEncoder) -> None:
     with pytest.raises(DataError, match="a text of the request holds"):
         encoder.encode_pairs([("the", " cat"), ("the \ud800", " dog")])
 
 
 def test_whorl_tokenizer_adds_bos_by_default(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, "whorl", sentences(50))
-    encoder = RequestEncoder(load_tokenizer(tmp_path))
+    encoder = TokenEncoder(load_tokenizer(tmp_path))
     [pair] = encoder.encode_pairs([("The red", " dog")])
     assert pair.context[0] == encoder.prefix_id and encoder.prefix_id not in pair.continuation

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tests.support.align.byte_model import scribe
 
 from whorl.errors import DataError
-from whorl.evals.model.example import ExampleTokenizer, LengthFilter, TokenizedExample, concat
 from whorl.tokens.chat import IM_END, IM_START
+from whorl.tokens.token_encoder import LengthFilter, TokenEncoder, TokenizedExample, concat
 from whorl.tokens.tokenizer import Tokenizer
 
-CHAT = ExampleTokenizer(Tokenizer([bytes([i]) for i in range(256)], special_tokens=(IM_START, IM_END)))
+CHAT = TokenEncoder(Tokenizer([bytes([i]) for i in range(256)], special_tokens=(IM_START, IM_END)))
 
 
 def messages(*turns: str) -> list[dict[str, str]]:
@@ -37,7 +37,7 @@ def test_completion_and_end_are_in_loss(prompt: str, answer: str) -> None:
 def test_concat_keeps_sampled_ids() -> None:
     """ "ab" is a token, but the model may sample "a", "b"; the sampled ids are kept."""
     words = Tokenizer([*(bytes([i]) for i in range(256)), b"ab"])
-    writer = ExampleTokenizer(words)
+    writer = TokenEncoder(words)
     completion = [ord("a"), ord("b"), words.eos_id]
     assert writer.prompt_completion("x", "ab").ids.tolist() != [*writer.prompt("x"), *completion]
     assert concat(writer.prompt("x"), completion).ids.tolist() == [*writer.prompt("x"), *completion]
