@@ -42,9 +42,10 @@ WORDS = 150
 WORD_KINDS = ("spaces", "spacy")
 OWN = """
 import json, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-import numpy, pyarrow.parquet
-from whorl.corpus.deduplication import MinHashConfig, find_near_duplicates, rewrite_documents
+import numpy, pyarrow, pyarrow.parquet
+from whorl.corpus.deduplication import MinHashConfig, find_near_duplicates
 from whorl.corpus.deduplication.native import library
 from whorl.corpus.mapreduce import LocalPool, UnitStore
 
@@ -61,11 +62,21 @@ folder, out, pool = Path(sys.argv[1]), Path(sys.argv[2]), LocalPool(int(sys.argv
 files, store = sorted(folder.glob("documents-*.parquet")), Timed(out / "units")
 begin = time.perf_counter()
 found = find_near_duplicates(files, MinHashConfig(), store, pool)
-rewrite_documents(found, files, out / "kept", store, pool)
+(out / "kept").mkdir()
+
+def keep(number, path):
+    table = pyarrow.parquet.read_table(path)
+    stays = numpy.ones(len(table), bool)
+    stays[found.removed[found.removed >> 32 == number] & 0xFFFFFFFF] = False
+    pyarrow.parquet.write_table(table.filter(pyarrow.array(stays)), out / "kept" / path.name, compression="zstd")
+
+with ThreadPoolExecutor(pool.workers) as threads:
+    list(threads.map(keep, range(len(files)), files))
 seconds = time.perf_counter() - begin
 first = numpy.cumsum([0, *found.n_documents])
 rows = [(first[x >> 32] + (x & 0xFFFFFFFF)).tolist() for x in (found.removed, found.matched)]
-print(json.dumps({"seconds": seconds, "stages": store.seconds, "bytes": found.intermediate_bytes,
+print(json.dumps({"seconds": seconds, "stages": store.seconds, 
+                  "bytes": sum(p.stat().st_size for p in (out / "units").rglob("*") if p.is_file()),
                   "removed": rows[0], "matched": rows[1]}))
 """
 DATATROVE = """

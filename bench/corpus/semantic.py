@@ -26,7 +26,9 @@ import numpy as np
 from bench._run import claim, parse
 from numpy.typing import NDArray
 
-from whorl.corpus.deduplication.semantic import Pairs, SearchConfig, Vectors, similar_pairs
+from whorl.corpus.deduplication.semantic.search import Pairs, similar_pairs
+from whorl.corpus.deduplication.semantic.settings import SearchConfig
+from whorl.corpus.deduplication.semantic.vectors import Vectors
 
 PIECE, HASHES, WIDTH, SIMILARITY = 1000, 8192, 128, 0.9
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.corpus.deduplication.lines import LineConfig, line_hashes
 from whorl.corpus.deduplication.shingles import NO_SPACES
+from whorl.corpus.deduplication.substrings import without_bytes
 from whorl.corpus.measures.personal_data import mask
 from whorl.corpus.measures.rules import CITATION, MAX_UNSPACED, MAX_WORD_CHARACTERS, MIN_LINE_WORDS, POLICIES
 from whorl.corpus.measures.run import text_batches
@@ -157,7 +158,7 @@ def cut_documents(
     table = pq.read_table(plan)
     rows, starts, ends = (table[name].to_numpy() for name in ("row", "start", "end"))
     matched, kind = table["matched_id"].to_pylist(), config["kind"]
-    cut = _without_lines if kind == "line" else _without_bytes
+    cut = _without_lines if kind == "line" else without_bytes
 
     def change(row: int, name: str, text: str) -> tuple[str, Iterable[Edit]]:
         low, high = np.searchsorted(rows, [row, row + 1])
@@ -212,14 +213,6 @@ def _rewrite_file(
 def _without_lines(text: str, starts: Sequence[int], ends: Sequence[int]) -> str:
     gone = {line for start, end in zip(starts, ends, strict=True) for line in range(start, end)}
     return "\n".join(line for number, line in enumerate(text.split("\n")) if number not in gone)
-
-
-def _without_bytes(text: str, starts: Sequence[int], ends: Sequence[int]) -> str:
-    content, parts, at = text.encode("utf-8", "surrogatepass"), list[bytes](), 0
-    for start, end in zip(starts, ends, strict=True):
-        parts.append(content[at:start])
-        at = end
-    return b"".join([*parts, content[at:]]).decode("utf-8", "surrogatepass")
 
 
 def _size(text: str) -> int:

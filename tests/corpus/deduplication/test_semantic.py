@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from whorl.corpus.deduplication.semantic import (
-    SearchConfig,
-    Vectors,
-    semantic_duplicates,
-    train_centroids,
-)
+from whorl.corpus.deduplication.semantic.kmeans import train_centroids
+from whorl.corpus.deduplication.semantic.search import semantic_duplicates
+from whorl.corpus.deduplication.semantic.settings import SearchConfig
+from whorl.corpus.deduplication.semantic.vectors import Vectors
 from whorl.errors import ConfigError, DataError
 
 

@@ -16,7 +16,8 @@ from tests.support.notes import write_notes
 
 from whorl.corpus import CurateConfig, IngestConfig, curate, document_files, ingest
 from whorl.corpus.deduplication.earlier import find_earlier
-from whorl.corpus.deduplication.semantic import SemanticConfig, TextEncoder, embed_files
+from whorl.corpus.deduplication.semantic.settings import SemanticConfig
+from whorl.corpus.deduplication.semantic.vectors import TextEncoder, embed_files
 from whorl.corpus.mapreduce import LocalPool, UnitStore
 from whorl.corpus.provenance import explain
 from whorl.errors import ConfigError, DataError

@@ -14,7 +14,6 @@ from whorl.corpus.config import DecontaminationConfig
 from whorl.corpus.decontamination.items import ItemIndex, TestItem, read_test_set
 from whorl.corpus.decontamination.match import Contamination, find_contamination
 from whorl.corpus.mapreduce import Executor
-from whorl.errors import ConfigError
 
 if TYPE_CHECKING:
     from whorl.tracking.progress import Progress
@@ -40,29 +39,22 @@ def fingerprint_items(items: Iterable[TestItem]) -> str:
 
 def write_contamination(
     config: DecontaminationConfig, documents: Sequence[Path], out: Path, progress: Progress, *,
-    extra_items: Sequence[TestItem] = (), units: Path | None = None, executor: Executor | None = None,
+    units: Path | None = None, executor: Executor | None = None,
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:  # fmt: skip
     """Write the documents that hold test items to `out/contamination.parquet`.
 
     Args:
-        extra_items: test items that are not in files, such as those of the package's own tasks.
         units, executor: see `find_contamination`.
 
     Returns:
         The rows of these documents, and test set -> number of items, of those found, too short to be found, documents.
 
     Raises:
-        ConfigError: no test set is given.
         DataError: a test set is empty or cannot be read, or all items are too short.
     """
     import pyarrow.parquet as pq
 
-    items = [*read_items(config), *extra_items]
-    if not items:
-        raise ConfigError(
-            "decontaminate names no test set",
-            expected="decontaminate.tests=[{files=[...], field='question'}]",
-        )
+    items = read_items(config)
     index = ItemIndex.build(items, config.n, config.min_words)
     if index.too_short:
         names = ", ".join(item.id for item in index.too_short[:NAMED_ITEMS])

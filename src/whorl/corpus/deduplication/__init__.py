@@ -4,12 +4,8 @@ See `docs/corpus.md`. `near` has MinHash; `shingles.py` the hashes of words that
 """
 
 from whorl.corpus.deduplication.lines import LineConfig, LineDuplicates, deduplicate_lines
-from whorl.corpus.deduplication.near import (
-    NearDuplicates,
-    find_near_duplicates,
-    rewrite_documents,
-    write_duplicates,
-)
+from whorl.corpus.deduplication.near.outputs import write_duplicates
+from whorl.corpus.deduplication.near.stages import NearDuplicates, find_near_duplicates
 from whorl.corpus.deduplication.settings import MinHashConfig, collision_probability
 from whorl.corpus.deduplication.substrings import SubstringSpans, deduplicate_substrings, repeated_spans
 
@@ -24,6 +20,5 @@ __all__ = [
     "deduplicate_substrings",
     "find_near_duplicates",
     "repeated_spans",
-    "rewrite_documents",
     "write_duplicates",
 ]

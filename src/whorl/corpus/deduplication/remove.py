@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.corpus.deduplication.earlier import EarlierCorpus
-from whorl.corpus.deduplication.near import find_near_duplicates, write_duplicates
-from whorl.corpus.deduplication.near.outputs import write_removed
+from whorl.corpus.deduplication.near.outputs import write_duplicates, write_removed
+from whorl.corpus.deduplication.near.stages import find_near_duplicates
 from whorl.corpus.deduplication.semantic.remove import KIND as SEMANTIC
 from whorl.corpus.deduplication.semantic.remove import find_semantic_duplicates
 from whorl.corpus.deduplication.semantic.settings import SemanticConfig

@@ -98,13 +98,20 @@ def deduplicate_substrings(texts: Sequence[str], min_bytes: int = 200) -> tuple[
     spans = repeated_spans(texts, min_bytes)
     out = list(texts)
     for document in np.unique(spans.document).tolist():
-        content, parts, at = texts[document].encode("utf-8", "surrogatepass"), [], 0
         low, high = np.searchsorted(spans.document, [document, document + 1])
-        for start, end in zip(spans.start[low:high].tolist(), spans.end[low:high].tolist(), strict=True):
-            parts.append(content[at:start])
-            at = end
-        out[document] = b"".join([*parts, content[at:]]).decode("utf-8", "surrogatepass")
+        out[document] = without_bytes(
+            texts[document], spans.start[low:high].tolist(), spans.end[low:high].tolist()
+        )
     return out, spans
+
+
+def without_bytes(text: str, starts: Sequence[int], ends: Sequence[int]) -> str:
+    """Return the text without these spans of its UTF-8, which are in order."""
+    content, parts, at = text.encode("utf-8", "surrogatepass"), list[bytes](), 0
+    for start, end in zip(starts, ends, strict=True):
+        parts.append(content[at:start])
+        at = end
+    return b"".join([*parts, content[at:]]).decode("utf-8", "surrogatepass")
 
 
 def _repeated_windows(

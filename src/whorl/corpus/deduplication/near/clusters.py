@@ -9,12 +9,13 @@ copies, and wrong for removal (`verify.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whorl.corpus.deduplication.native import library, pointer, pointers
+from whorl.corpus.deduplication.near.arrays import read_arrays
 
 # Larger buckets are compared with this many leaders only, because m^2 pairs would take too long.
 MAX_ALL_PAIRS_BUCKET = 256
@@ -106,6 +107,20 @@ def connected_components(a: NDArray[np.int64], b: NDArray[np.int64], n: int) -> 
         np.minimum.at(parent, np.maximum(x, y), np.minimum(x, y))
         parent = flattened(parent)
     return parent
+
+
+def forest(paths: Iterable[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the nodes of files of edges (two arrays of ends), sorted, and the smallest node of the component of each.
+
+    One file at a time: memory is that of the nodes, and of the edges of a file.
+    """
+    node = root = np.zeros(0, np.int64)
+    for path in paths:
+        a, b = read_arrays(path)[:2]
+        node, index = np.unique(np.concatenate([root, a, node, b]), return_inverse=True)
+        a, b = np.split(index, 2)
+        root = node[connected_components(a, b, len(node))]
+    return node, root
 
 
 def first_occurrence(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:

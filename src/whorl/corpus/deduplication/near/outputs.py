@@ -1,4 +1,4 @@
-"""Write the removed duplicates into `duplicates-*.parquet`, and on request the documents that stay.
+"""Write the removed duplicates into `duplicates-*.parquet`.
 
 `duplicates-00000.parquet`, ... are one file per document file. They have a line for each removed document:
 
@@ -9,17 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.deduplication.near.arrays import read_arrays, write_arrays
 from whorl.corpus.deduplication.near.stages import NearDuplicates
-from whorl.corpus.mapreduce import Executor, Input, Stage, Unit, UnitStore
-from whorl.corpus.mapreduce.units import link_or_copy
 
 KIND = "near_duplicate"
 
@@ -88,55 +85,3 @@ def _ids(wanted: NDArray[np.int64], files: Sequence[Path]) -> list[str]:
         column = pq.read_table(files[number], columns=["id"])["id"].take(wanted[some] & 0xFFFFFFFF)
         out[some] = column.to_pylist()
     return [str(found) for found in out]
-
-
-def rewrite_documents(
-    found: NearDuplicates, documents: Sequence[Path], out: Path, store: UnitStore, executor: Executor, *,
-    n_earlier: int = 0,
-) -> list[Path]:  # fmt: skip
-    """Write the documents that stay into files of the same names in `out`; return them.
-
-    Args:
-        n_earlier: number of files of earlier corpora, which `found` counts first.
-    """
-
-    units, written = [], []
-    removed = out / ".removed"
-    removed.mkdir(parents=True, exist_ok=True)
-    for number, path in enumerate(documents):
-        some = found.removed[found.removed >> 32 == number + n_earlier] & 0xFFFFFFFF
-        write_arrays(removed / path.name, some)
-        units.append(Unit((Input.of(path), Input.of(removed / path.name))))
-    for path, output in zip(
-        documents, store.run(Stage(f"{__name__}:keep_rows", 1), units, executor), strict=True
-    ):
-        (out / path.name).unlink(missing_ok=True)
-        link_or_copy(output.folder / "documents", out / path.name)
-        (removed / path.name).unlink()
-        written.append(out / path.name)
-    removed.rmdir()
-    return written
-
-
-def keep_rows(
-    inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
-) -> dict[str, int]:
-    """Map: write a document file without the removed rows."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    removed, begin, kept = read_arrays(inputs[1])[0], 0, 0
-    with pq.ParquetFile(inputs[0]) as file:
-        schema = file.schema_arrow
-        plain = [name for name in schema.names if name not in ("id", "path", "text")]
-        with pq.ParquetWriter(out / "documents", schema, compression="zstd", use_dictionary=plain) as writer:
-            for group in range(file.num_row_groups):
-                table = file.read_row_group(group)
-                mask = np.ones(len(table), bool)
-                mask[removed[(removed >= begin) & (removed < begin + len(table))] - begin] = False
-                begin += len(table)
-                kept += int(mask.sum())
-                bits = pa.py_buffer(np.packbits(mask, bitorder="little"))  # `pa.array` would import pandas
-                some = pa.Array.from_buffers(pa.bool_(), len(mask), [None, bits])
-                writer.write_table(table if mask.all() else table.filter(some))
-    return {"documents": kept}

@@ -2,18 +2,16 @@
 
     sign        map     a file's texts -> signatures, and the records (key of a band, row) by a range of the keys
     join        reduce  records of a range of keys -> edges between documents whose estimated similarity is high enough
-    components  reduce  edges of whole components (`stars.py`) -> the component of every document that has a candidate, one
-                        file per document file
+    components  reduce  all edges -> the component of every document that has a candidate, one file per document file
     gather      map     a file's texts -> the sets of shingles of such documents, by component
     remove      reduce  the sets of whole components -> which documents are removed, for which one that stays
-    rewrite     map     a file's documents -> those that stay (optional; side files suffice)
 
 A document is `file << 32 | row`, so a changed file changes no number of another. Files of earlier corpora come first. Their
 documents stay, and their units are reused.
 
 Memory: `sign` and `gather` hold a row group. `join` holds the records of its range (24 bytes each, about 4 million) and 17
-bytes per document. `components` needs about 100 bytes per document of its partition that has a candidate. `remove` reads
-sets from memory maps.
+bytes per document. `components` needs about 100 bytes per document that has a candidate. `remove` reads sets from memory
+maps.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from whorl.corpus.deduplication.near.arrays import (
     read_arrays,
     write_arrays,
 )
-from whorl.corpus.deduplication.near.clusters import flattened, join_buckets
+from whorl.corpus.deduplication.near.clusters import flattened, forest, join_buckets
 from whorl.corpus.deduplication.near.sign import (
     SIGNATURES,
     count_rows,
@@ -42,7 +40,6 @@ from whorl.corpus.deduplication.near.sign import (
     stage_settings,
     text_files,
 )
-from whorl.corpus.deduplication.near.stars import EDGES, forest, whole_components
 from whorl.corpus.deduplication.near.verify import ShingleSets, matches
 from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.deduplication.shingles import TextBlock, mix, unique_shingles
@@ -58,6 +55,7 @@ from whorl.corpus.mapreduce import (
 )
 
 VERSION, REMOVE_VERSION = 7, 7
+EDGES = "edges"
 RECORDS_PER_PARTITION = 1 << 22  # 48 MB, and as much for sorting
 SHINGLES_PER_PARTITION = 1 << 25  # 256 MB
 MEMBERS, MATCHES = "members-{:05d}", "matches"
@@ -68,14 +66,12 @@ class NearDuplicates:
     """Removed documents, in order. A document is the number of its file << 32 | its row in the file.
 
     removed: [n]; matched: [n] the document that stays; similarity: [n] exact. n_documents: of each file.
-    intermediate_bytes: files that the stages wrote.
     """
 
     removed: NDArray[np.int64]
     matched: NDArray[np.int64]
     similarity: NDArray[np.float64]
     n_documents: list[int]
-    intermediate_bytes: int
 
 
 def find_near_duplicates(
@@ -108,17 +104,15 @@ def find_near_duplicates(
             for n, mask in ((n_earlier, earlier_candidates), (sum(counts) - n_earlier, candidates))
         ])  # fmt: skip
         ordering = _write_ordering(Path(scratch), ranks, chosen)
-        groups, stars = whole_components(joined, sum(counts), store, executor)
-        components = store.run(
-            Stage(f"{__name__}:components", VERSION, {"counts": counts, "earlier": len(earlier)}),
-            [Unit((*ordering, *edges), {"ordering": len(ordering)}) for edges in groups], executor,
-        )  # fmt: skip
-    share = sum(o.summary["members"] for o in components) / max(sum(counts), 1)
+        edges = Unit((*ordering, *(o.input(EDGES) for o in joined)), {"ordering": len(ordering)})
+        stage = Stage(f"{__name__}:components", VERSION, {"counts": counts, "earlier": len(earlier)})
+        (found_components,) = store.run(stage, [edges], executor)
+    share = found_components.summary["members"] / max(sum(counts), 1)
     shingles = share * sum(o.summary["shingles"] for o in signed)
     parts = power_of_two(shingles / SHINGLES_PER_PARTITION)
     gathered = store.run(
         Stage(f"{__name__}:gather", VERSION, fields | {"partitions": parts}),
-        [Unit((i, *(o.input(MEMBERS.format(n)) for o in components))) for n, i in enumerate(inputs)], executor,
+        [Unit((i, found_components.input(MEMBERS.format(n)))) for n, i in enumerate(inputs)], executor,
     )  # fmt: skip
     found = store.run(
         Stage(f"{__name__}:remove", REMOVE_VERSION, config.model_dump(mode="json") | {"earlier": len(earlier)}),
@@ -127,8 +121,7 @@ def find_near_duplicates(
     columns = [read_arrays(o.folder / MATCHES) for o in found]
     removed, matched, similarity = (np.concatenate([c[k] for c in columns]) for k in range(3))
     order = np.argsort(removed)
-    written = sum(_size(o) for o in (*signed, *joined, *stars, *components, *gathered, *found))
-    return NearDuplicates(removed[order], matched[order], similarity[order], counts, written)
+    return NearDuplicates(removed[order], matched[order], similarity[order], counts)
 
 
 def find_clusters(
@@ -187,7 +180,7 @@ def join(
 def components(
     inputs: Sequence[str], out: Path, config: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Reduce whole components: write, for every document file, its rows with candidates, their components and ranks."""
+    """Reduce all edges: write, for every document file, its rows with candidates, their components and ranks."""
     n_ordering, counts = int(arguments["ordering"]), config["counts"]
     nodes, root = forest(inputs[n_ordering:])
     first = np.cumsum([0, *counts], dtype=np.int64)
@@ -217,10 +210,7 @@ def gather(
     Equal texts of a row group share a set. A partition has the seven arrays of `remove` for each row group.
     """
     settings, partitions = stage_settings(config), int(config["partitions"])
-    members = [read_arrays(path) for path in inputs[1:]]
-    rows, root, rank = (np.concatenate([m[k] for m in members]) for k in range(3))
-    order = np.argsort(rows)
-    rows, root, rank = rows[order], root[order], rank[order]
+    rows, root, rank = read_arrays(inputs[1])
     pieces = text_files(inputs[0])[rows]
     for part in range(partitions):
         write_arrays(out / partition_name(part))
@@ -300,10 +290,6 @@ def _write_ordering(
     path = folder / "ordering"
     write_arrays(path, np.zeros(0, np.int64) if ranks is None else ranks, candidates)
     return (Input.of(path),)
-
-
-def _size(output: Output) -> int:
-    return sum((output.folder / name).stat().st_size for name in output.files)
 
 
 def _selected_groups(path: str, rows: NDArray[np.uint32], config: MinHashConfig) -> Any:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from whorl.corpus.deduplication.native import library, pointer, pointers
 from whorl.corpus.deduplication.near.minhash import band_keys, hash_functions, padded_functions
 from whorl.corpus.deduplication.settings import MinHashConfig
-from whorl.corpus.deduplication.shingles import TextBlock, unique_shingles
 
 MAX_COMPARED_ALL = (
     16  # also in native.cpp: documents of a component that stay, before bands choose among them
@@ -35,12 +34,6 @@ class ShingleSets:
     part: NDArray[np.int64]
     begin: NDArray[np.int64]
     length: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, sets: Sequence[NDArray[np.uint64]]) -> ShingleSets:
-        """Return sets that are arrays."""
-        n, lengths = len(sets), np.array([len(s) for s in sets], np.int64)
-        return cls(list(sets), np.arange(n), np.zeros(n, np.int64), lengths)
 
     def __len__(self) -> int:
         return len(self.part)
@@ -127,12 +120,3 @@ def _matches(
                 for j in kept:
                     add(j)
     return matched, similarity
-
-
-def removable(texts: Sequence[bytes], config: MinHashConfig) -> NDArray[np.bool_]:
-    """Return which of these documents are near duplicates of an earlier one that stays."""
-    shingles, first = unique_shingles(TextBlock.of(texts), config)
-    n, sizes = len(texts), np.diff(first)
-    sets = ShingleSets([shingles], np.zeros(n, np.int64), first[:-1], sizes)
-    none = np.zeros(n, np.int64)
-    return matches(sets, none, none, np.zeros(n, bool), config)[0] >= 0
