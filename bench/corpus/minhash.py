@@ -75,7 +75,7 @@ with ThreadPoolExecutor(pool.workers) as threads:
 seconds = time.perf_counter() - begin
 first = numpy.cumsum([0, *found.n_documents])
 rows = [(first[x >> 32] + (x & 0xFFFFFFFF)).tolist() for x in (found.removed, found.matched)]
-print(json.dumps({"seconds": seconds, "stages": store.seconds, 
+print(json.dumps({"seconds": seconds, "stages": store.seconds,
                   "bytes": sum(p.stat().st_size for p in (out / "units").rglob("*") if p.is_file()),
                   "removed": rows[0], "matched": rows[1]}))
 """

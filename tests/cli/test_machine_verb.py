@@ -10,7 +10,7 @@ from tests.support.cli import refuse, succeed
 from tests.support.tiny import make_decoder
 
 from whorl.machine import kernel_choice
-from whorl.machine.forced_choices import FORCE
+from whorl.machine.kernel_choice import FORCE
 from whorl.models import save_model
 from whorl.plan.training_plan import TrainingPlan
 from whorl.store import Store

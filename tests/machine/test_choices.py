@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from whorl.machine import device_probe
-from whorl.machine.choices import VARIABLE, choose_once, recorded_choices
 from whorl.machine.device_probe import Machine, Measurement, choose
+from whorl.machine.kernel_choice import VARIABLE, choose_once, recorded_choices
 from whorl.recipes.registry import StepContext
 
 SPEED = {"float32": {"1": [1e9], "2": [2e9]}, "bfloat16": {"1": [8e9], "2": [9e9]}}

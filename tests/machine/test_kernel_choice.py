@@ -14,9 +14,16 @@ import torch
 
 from whorl.errors import ConfigError
 from whorl.machine import kernel_choice, native_build
-from whorl.machine.choices import recorded_choices
-from whorl.machine.forced_choices import FORCE, force_choices, forced_choices, refuse_forced
-from whorl.machine.kernel_choice import TimedChoice, fastest, timed_choice
+from whorl.machine.kernel_choice import (
+    FORCE,
+    TimedChoice,
+    fastest,
+    force_choices,
+    forced_choices,
+    recorded_choices,
+    refuse_forced,
+    timed_choice,
+)
 
 
 class Clock:
@@ -62,7 +69,6 @@ def test_fastest_takes_the_smallest_time(costs: dict[str, float], chosen: str, c
     assert fastest("head 1x2x3 bf16", ways, flops=6e6) == chosen
     (kept,) = kernel_choice._read(kernel_choice.choices_file()).values()
     assert kept.chosen == chosen and kept.uncontended and kept.seconds == pytest.approx(costs)
-    assert kept.flops_per_second()["direct"] == pytest.approx(6e6 / costs["direct"])
     assert clock.calls.count("fp32") <= 2  # a hopeless way is timed once
 
 
@@ -142,16 +148,6 @@ def test_candidate_that_fails_is_dropped_with_a_warning(clock: Clock) -> None:
         timed_choice("q", {"tiles": ways["tiles"]})
 
 
-def test_candidate_with_another_result_is_dropped(clock: Clock) -> None:
-    ways = {"direct": clock.way("direct", 2e-3), "wrong": clock.way("wrong", 1e-3)}
-
-    def mismatch(one: object, other: object) -> str | None:
-        return None if one == other else f"{one} {other}"
-
-    with pytest.warns(RuntimeWarning, match="its result differs: direct wrong"):
-        assert fastest("p", ways, mismatch=mismatch) == "direct"
-
-
 @pytest.mark.parametrize(
     ("setting", "name", "expected"),
     [
@@ -170,7 +166,6 @@ def test_forced_choice(
         way: clock.way(way, 1e-3 * n) for n, way in enumerate(("128", "512", "native, tiles, 2 threads"), 1)
     }
     assert fastest(name, ways) == expected
-    assert fastest(name, ways, forced="512") == "512"
 
 
 @pytest.mark.parametrize(

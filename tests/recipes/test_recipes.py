@@ -20,8 +20,8 @@ from whorl.errors import ConfigError, DataError, StoreError
 from whorl.machine import device_probe, identity, native_build
 from whorl.machine.budget import BudgetText
 from whorl.machine.device_probe import Measurement, choose
-from whorl.machine.forced_choices import FORCE, forced_choices
 from whorl.machine.identity import CpuIdentity
+from whorl.machine.kernel_choice import FORCE, forced_choices
 from whorl.nn.cpu import library
 from whorl.recipes import RunResult, StepContext, StepKind, parse_recipe, run_recipe, runner, step_kinds
 from whorl.recipes.recipe import Recipe, load_recipe

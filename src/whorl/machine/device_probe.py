@@ -23,6 +23,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -387,13 +388,12 @@ def _write_cache(path: Path, kept: list[Measurement]) -> None:
     write_atomically(path, [asdict(measured) for measured in kept])
 
 
-def write_atomically(path: Path, value: Any) -> None:
-    """Write a JSON file that readers see whole or not at all; best effort."""
+def write_atomically(path: Path, value: Any, publish: Callable[[Path, Path], object] = Path.replace) -> None:
+    """Write a JSON file that readers see whole or not at all; best effort. publish: moves it from a temporary name."""
     temporary = path.with_suffix(f".{os.getpid()}")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(value))
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        publish(temporary, path)
+    with suppress(OSError):
+        temporary.unlink(missing_ok=True)

@@ -4,12 +4,24 @@
 
 A table of CPUs cannot replace the timing: hypervisors, sandboxes and clocks make instructions slower than their flags
 suggest, and the best way changes with the shape. The first candidate is the default: another one must be faster by 3 %. A
-candidate that raises, or whose result differs, is dropped with a warning.
+candidate that raises is dropped with a warning. Times and choices are kept in
+`kernels-MACHINE-SOURCES.json` in the cache folder; MACHINE is the measurement of `device_probe.py`, SOURCES a hash of the
+package's C++ code. Processes that time the same product at once all take the choice that was written first.
 
-Times and choices are kept in `kernels-MACHINE-SOURCES.json` in the cache folder, so that runs on one machine are
-reproducible; MACHINE is the measurement of `device_probe.py`, SOURCES a hash of the package's C++ code. Processes that time
-the same product at once all take the choice that was written first. Within `recorded_choices` a step that continues takes
-the ways with which it began, unless others are forced (`forced_choices.py`).
+One setting forces choices, a table [kernels] in a recipe or a variable for any program:
+
+    whorl run quickstart --set kernels.attention=blocked
+    WHORL_CHOOSE=attention=blocked,head=512
+    WHORL_CHOOSE=cpu=torch              no C++ code; cpu=native: the engine's C++ step without timing
+    WHORL_CHOOSE=gpu=torch              no Triton kernel; gpu=triton: one wherever it supports the shapes
+
+The name before "=" is one of OPERATIONS, the first word of a choice, or a pattern of whole names (`fnmatch`), as
+`whorl machine` lists them. A recipe's table is preferred to the variable. A forced choice is part of no address: it changes
+the last bits of a result, as the timing does. One that cannot be made is refused, never ignored.
+
+Choices decide bits, and measurements differ when other processes run. Within `recorded_choices` each choice (of a kernel,
+the dtype, the number of threads) is made once and kept as a file in a folder. A continued step and all of its child
+processes, which inherit the environment, read it there.
 
 The subtle part is when not to time: under torch's deterministic algorithms the default is taken, since timing must not
 decide bits. A choice that was timed under contention expires as a measurement does. Call `fastest` once for each shape and
@@ -24,15 +36,16 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from whorl.errors import ConfigError, one_of
 from whorl.machine import native_build
-from whorl.machine.choices import VARIABLE, choose_once, record_choice
 from whorl.machine.device_probe import (
     CONTENDED_CACHE_SECONDS,
     UNCONTENDED_FRACTION,
@@ -40,9 +53,15 @@ from whorl.machine.device_probe import (
     measured_machine,
     write_atomically,
 )
-from whorl.machine.forced_choices import REMEDY, forced_candidate
 from whorl.machine.gemm_benchmark import available_core_fraction
 
+FORCE = "WHORL_CHOOSE"
+REMEDY = f"remove it from `kernels`, from {FORCE} or from the setting"
+OPERATIONS = (
+    "attention", "mlp", "linear", "cross_entropy", "head", "update", "adamw", "orthogonalize", "engine_step",
+    "rollout_step", "cpu", "gpu",
+)  # fmt: skip
+VARIABLE = "WHORL_CHOICES"  # the folder of `recorded_choices`, for this process and its children
 MIN_SPEEDUP = 1.03  # over the default
 SECONDS_PER_CHOICE = 0.2
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
@@ -61,31 +80,17 @@ class TimedChoice:
     chosen: str
     seconds: dict[str, float]
     dropped: dict[str, str] = field(default_factory=dict)
-    flops: float = 0.0  # of the product, as the caller gave it
     uncontended: bool = True
     measured_at: float = 0.0  # seconds since 1970
 
-    def flops_per_second(self) -> dict[str, float]:
-        """FLOP/s of each candidate that ran."""
-        return {name: self.flops / seconds for name, seconds in self.seconds.items()}
 
-
-def fastest(
-    name: str,
-    candidates: Candidates,
-    *,
-    flops: float = 0.0,
-    forced: str | None = None,
-    mismatch: Callable[[object, object], str | None] | None = None,
-) -> str:
+def fastest(name: str, candidates: Candidates, *, flops: float = 0.0) -> str:
     """Return the name of the candidate to use for a product.
 
     Args:
         name: operation, shape and type, beginning with a word for the operation; torch's number of threads is added.
         candidates: the ways by name, the default first. Each is called several times and must not change its inputs.
-        flops: of one call, for the table of choices.
-        forced: a candidate that an argument requires; `forced_candidate` applies where it is None.
-        mismatch: (the default's result, another's) -> the difference, or None if they agree.
+        flops: of one call, for the table of `whorl machine`.
 
     Raises:
         ConfigError: a forced candidate does not exist or cannot run here.
@@ -95,19 +100,18 @@ def fastest(
     if _requests is not None:
         _requests.append(ChoiceRequest(name, candidates, flops))
     key = f"kernel-{sha256(_with_threads(name).encode()).hexdigest()[:16]}"
-    forced = forced or forced_candidate(name)
-    if forced is not None:
+    if (forced := forced_candidate(name)) is not None:
         _require(name, forced, candidates)
-        record_choice(key, forced)
+        _record(key, forced)
         return forced
     default = next(iter(candidates))
-    if len(candidates) == 1 or _deterministic():
+    if len(candidates) == 1 or _torch().are_deterministic_algorithms_enabled():
         return default
     memo = (_with_threads(name), tuple(candidates), os.environ.get(VARIABLE, ""))
     if memo not in _chosen:
 
         def choose() -> str:
-            return timed_choice(name, candidates, flops=flops, mismatch=mismatch).chosen
+            return timed_choice(name, candidates).chosen
 
         recorded = choose_once(key, choose)
         _chosen[memo] = recorded if recorded in candidates else choose()
@@ -142,14 +146,7 @@ _chosen: dict[tuple[str, tuple[str, ...], str], str] = {}  # of this process
 _required: set[tuple[str, str]] = set()  # forced candidates that ran
 
 
-def timed_choice(
-    name: str,
-    candidates: Candidates,
-    *,
-    flops: float = 0.0,
-    mismatch: Callable[[object, object], str | None] | None = None,
-    refresh: bool = False,
-) -> TimedChoice:
+def timed_choice(name: str, candidates: Candidates, *, refresh: bool = False) -> TimedChoice:
     """Return the kept times of a product, or time the candidates and keep them; arguments as of `fastest`.
 
     Raises:
@@ -158,14 +155,18 @@ def timed_choice(
     path, name = choices_file(), _with_threads(name)
     found = None if refresh else _valid(_read(path).get(name), candidates)
     if found is None:
-        found = _keep(path, name, time_candidates(name, candidates, flops, mismatch), candidates, refresh)
+        found = _keep(path, name, time_candidates(name, candidates), candidates, refresh)
     return found
 
 
 def _with_threads(name: str) -> str:
-    import torch
+    return f"{name}, {_torch().get_num_threads()} threads"
 
-    return f"{name}, {torch.get_num_threads()} threads"
+
+def _torch() -> Any:
+    import torch  # takes seconds
+
+    return torch
 
 
 def choices_file() -> Path:
@@ -173,30 +174,19 @@ def choices_file() -> Path:
     return cache_folder() / f"kernels-{measured_machine()[1]}-{native_build.sources_hash()}.json"
 
 
-def time_candidates(
-    name: str,
-    candidates: Candidates,
-    flops: float = 0.0,
-    mismatch: Callable[[object, object], str | None] | None = None,
-) -> TimedChoice:
+def time_candidates(name: str, candidates: Candidates) -> TimedChoice:
     """Time the candidates alternately; keeps nothing. Raises RuntimeError if none runs."""
     uncontended = _uncontended()
     seconds, dropped = dict.fromkeys(candidates, math.inf), dict[str, str]()
-    reference: object = None
 
-    def call(way: str) -> object:
+    def call(way: str) -> None:
         began = time.perf_counter()
-        result = candidates[way]()
+        candidates[way]()
         seconds[way] = min(seconds[way], time.perf_counter() - began)
-        return result
 
     for way in candidates:  # the first call packs, allocates or compiles
         try:
-            result = call(way)
-            if reference is None:
-                reference = result
-            elif mismatch is not None and (why := mismatch(reference, result)):
-                raise ArithmeticError(f"its result differs: {why}")
+            call(way)
             seconds[way] = math.inf
             call(way)
         except Exception as error:  # any kind: a library, a refused instruction, no memory
@@ -216,9 +206,7 @@ def time_candidates(
     default = running[0]
     winner = min(running, key=lambda way: seconds[way])
     chosen = winner if seconds[winner] * MIN_SPEEDUP < seconds[default] else default
-    return TimedChoice(
-        chosen, {way: seconds[way] for way in running}, dropped, flops, uncontended, time.time()
-    )
+    return TimedChoice(chosen, {way: seconds[way] for way in running}, dropped, uncontended, time.time())
 
 
 def _require(name: str, forced: str, candidates: Candidates) -> None:
@@ -243,17 +231,9 @@ def _require(name: str, forced: str, candidates: Candidates) -> None:
     _required.add((name, forced))
 
 
-def _deterministic() -> bool:
-    import torch
-
-    return torch.are_deterministic_algorithms_enabled()
-
-
 def _uncontended() -> bool:
     """Whether torch's threads have their cores to themselves; measured at most once a minute."""
-    import torch
-
-    threads = torch.get_num_threads()
+    threads = _torch().get_num_threads()
     at, found = _contention.get(threads, (-math.inf, True))
     if time.monotonic() - at > 60.0:
         found = available_core_fraction(threads) > UNCONTENDED_FRACTION
@@ -295,3 +275,114 @@ def _keep(path: Path, name: str, timed: TimedChoice, candidates: Candidates, ref
         kept[name] = timed
         write_atomically(path, {key: asdict(value) for key, value in kept.items()})
     return timed
+
+
+def forced_choices() -> dict[str, str]:
+    """Return the forced choices by operation or pattern of names. A candidate may contain commas.
+
+    Raises:
+        ConfigError: a part of WHORL_CHOOSE is no `NAME=CANDIDATE`, or names no operation.
+    """
+    found, last = dict[str, str](), ""
+    for part in filter(None, os.environ.get(FORCE, "").split(",")):
+        name, equals, way = (text.strip() for text in part.rpartition("="))
+        if last and not equals:
+            found[last] += f", {way}"
+            continue
+        check_forced(FORCE, name, way)
+        found[name], last = way, name
+    return found
+
+
+def check_forced(source: str, name: str, way: object) -> None:
+    """Raise ConfigError unless a forced choice is text for an operation or a pattern. source: for the message."""
+    if not (name and isinstance(way, str) and way) or "=" in name + way:
+        given = f"{name} = {way!r}" if name else repr(way)
+        raise ConfigError(f"{source} has {given}", expected="NAME=CANDIDATE, separated by commas")
+    if name.isidentifier() and name not in OPERATIONS:
+        raise ConfigError(f"{source} names {name!r}", expected=one_of(name, OPERATIONS))
+
+
+def forced_candidate(name: str) -> str | None:
+    """Return the candidate that a user requires for a product, or None."""
+    for pattern, way in forced_choices().items():
+        if pattern == name.partition(" ")[0] or fnmatchcase(name, pattern):
+            return way
+    return None
+
+
+@contextmanager
+def force_choices(choices: Mapping[str, str]) -> Iterator[None]:
+    """Within the context, force these choices in this process and in the children that it starts."""
+    if not choices:
+        yield
+        return
+    merged = {**choices, **{name: way for name, way in forced_choices().items() if name not in choices}}
+    with _variable(FORCE, ",".join(f"{name}={way}" for name, way in merged.items())):
+        yield
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def refuse_forced(operations: Iterable[str], reason: str, allowed: str = "") -> None:
+    """Raise ConfigError if a candidate of these operations is forced where there is no choice.
+
+    reason: for the message. allowed: the candidate that runs without a choice, if it has a name.
+    """
+    forced = forced_choices()
+    for operation in operations:
+        way = forced.get(operation)
+        if way is not None and way != allowed:
+            raise ConfigError(
+                f"{operation}: the choice {way!r} is impossible here: {reason}",
+                expected=one_of(way, [allowed]) if allowed else "no choice",
+                do=REMEDY,
+            )
+
+
+@contextmanager
+def recorded_choices(folder: Path) -> Iterator[None]:
+    """Within the context, `choose_once` keeps its values in `folder`, or in that of an outer context."""
+    with _variable(VARIABLE, os.environ.get(VARIABLE) or str(folder)):
+        yield
+
+
+def choose_once(name: str, choose: Callable[[], Any]) -> Any:
+    """Return the recorded value of a choice, or make it and record it. Values are JSON.
+
+    If several processes choose at the same time, all return the value of the first. Outside of `recorded_choices`, or with
+    an unreadable record, each call makes the choice.
+    """
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return choose()
+    path = Path(folder) / f"{name}.json"
+    if (found := _recorded(path)) is not None:
+        return found
+    value = choose()
+    write_atomically(path, value, os.link)  # fails if another process was first
+    found = _recorded(path)
+    return value if found is None else found
+
+
+def _record(name: str, value: Any) -> None:
+    """Record a choice that was forced, in place of an earlier one; does nothing outside of `recorded_choices`."""
+    folder = os.environ.get(VARIABLE)
+    if folder and _recorded(Path(folder) / f"{name}.json") != value:
+        write_atomically(Path(folder) / f"{name}.json", value)
+
+
+def _recorded(path: Path) -> Any:
+    with suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    return None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whorl.errors import ConfigError, one_of
-from whorl.machine.forced_choices import force_choices
+from whorl.machine.kernel_choice import force_choices
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext
 from whorl.recipes.runner import run_recipe

@@ -12,7 +12,7 @@
 A mistake raises ConfigError with file, line, the value found and the value expected. For an unknown key or step the error
 gives the nearest known one. Parents, cycles and values are checked too.
 `--set step.field=value` replaces one value and is checked in the same way. A table [kernels], or `--set kernels.NAME=WAY`,
-forces choices of kernels in all steps (`machine/forced_choices.py`). `code = ["my_rewards:length"]` names functions and
+forces choices of kernels in all steps (`machine/kernel_choice.py`). `code = ["my_rewards:length"]` names functions and
 classes that records and model folders may use, in addition to those that the steps name.
 """
 
@@ -29,7 +29,7 @@ from pydantic import BaseModel
 
 from whorl.errors import DOCS_URL, ConfigError, one_of, shorten
 from whorl.machine.budget import budget_ratio, shrink_sizes
-from whorl.machine.forced_choices import check_forced
+from whorl.machine.kernel_choice import check_forced
 from whorl.recipes.config_errors import parse_flag_value, validated_config
 from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
 from whorl.recipes.toml_lines import key_lines, line_of, read_recipe_text

@@ -79,8 +79,8 @@ class StepContext:
     @cached_property
     def machine(self) -> Machine:
         """The device properties, measured or from the cache; in a continued step, those with which it began."""
-        from whorl.machine.choices import choose_once
         from whorl.machine.device_probe import Machine, probe
+        from whorl.machine.kernel_choice import choose_once
         from whorl.machine.native_build import finish_builds
 
         finish_builds()

@@ -24,9 +24,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from whorl.errors import NotApplicableError, StoreError, WhorlError
-from whorl.machine.choices import recorded_choices
 from whorl.machine.device_probe import restore_threads, usable_cores
-from whorl.machine.forced_choices import force_choices
+from whorl.machine.kernel_choice import force_choices, recorded_choices
 from whorl.plan.forecast import RunInputs, forecast
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext, StepKind, is_deterministic, start_native_builds

@@ -19,7 +19,7 @@ from whorl.engine.cpu.summary import row_summary
 from whorl.engine.model.runner import ModelRunner
 from whorl.errors import ConfigError
 from whorl.machine import native_build
-from whorl.machine.forced_choices import force_choices
+from whorl.machine.kernel_choice import force_choices
 from whorl.machine.native_build import BuildError
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import activate

@@ -20,7 +20,7 @@ from whorl.engine.engine import Engine
 from whorl.engine.model.runner import ModelRunner
 from whorl.errors import ConfigError
 from whorl.machine import kernel_choice
-from whorl.machine.choices import recorded_choices
+from whorl.machine.kernel_choice import recorded_choices
 
 pytestmark = needs_compiler
 

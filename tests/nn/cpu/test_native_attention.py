@@ -10,7 +10,7 @@ from tests.support.nn.checks import gen
 from tests.support.nn.cpu import VARIANTS, build_variant, dtype_of
 
 from whorl.errors import ConfigError
-from whorl.machine.forced_choices import FORCE
+from whorl.machine.kernel_choice import FORCE
 from whorl.nn.attention import causal
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.cpu import attention as native

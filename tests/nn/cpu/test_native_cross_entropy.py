@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.support.nn.checks import gen
 
-from whorl.machine.forced_choices import FORCE
+from whorl.machine.kernel_choice import FORCE
 from whorl.nn.cpu import cross_entropy
 from whorl.nn.cpu.library import native_library
 from whorl.nn.gpu import dispatch

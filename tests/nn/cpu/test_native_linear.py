@@ -8,7 +8,7 @@ from tests.support.nn.checks import gen
 from tests.support.nn.cpu import VARIANTS, build_variant, dtype_of
 
 from whorl.machine import kernel_choice
-from whorl.machine.forced_choices import FORCE
+from whorl.machine.kernel_choice import FORCE
 from whorl.nn import Linear
 from whorl.nn.cpu import linear as native
 from whorl.objectives.next_token import next_token

@@ -7,7 +7,7 @@ import torch
 from tests.support.nn.checks import gen
 from tests.support.nn.cpu import VARIANTS, build_variant, dtype_of
 
-from whorl.machine.forced_choices import FORCE
+from whorl.machine.kernel_choice import FORCE
 from whorl.nn import mlp
 from whorl.nn.cpu import mlp as native
 

@@ -20,8 +20,7 @@ from tests.support.train.pretraining import train, train_notes
 from tests.support.train.tiny import job
 
 from whorl.machine import kernel_choice
-from whorl.machine.choices import VARIABLE
-from whorl.machine.kernel_choice import fastest, time_candidates
+from whorl.machine.kernel_choice import VARIABLE, fastest, time_candidates
 from whorl.train.checkpoint import writer
 from whorl.train.checkpoint.format import NewerFormatError, load_latest
 from whorl.train.checkpoint.manager import CheckpointManager

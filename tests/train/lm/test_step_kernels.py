@@ -9,7 +9,7 @@ import torch
 from tests.support.train.tiny import job
 
 from whorl.errors import ConfigError
-from whorl.machine.forced_choices import force_choices
+from whorl.machine.kernel_choice import force_choices
 from whorl.nn.cpu import attention, cross_entropy, linear, mlp
 from whorl.train.lm import kernels
 from whorl.train.lm.build import build_model

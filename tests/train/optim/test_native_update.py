@@ -8,7 +8,7 @@ from tests.support.compiler import needs_compiler
 from tests.support.nn.cpu import VARIANTS, build_variant, dtype_of
 from torch import Tensor
 
-from whorl.machine.forced_choices import FORCE
+from whorl.machine.kernel_choice import FORCE
 from whorl.nn.cpu import orthogonalize as native_orthogonalize
 from whorl.nn.cpu import update
 from whorl.train.optim.clipping import squared_norm, sum_replicas

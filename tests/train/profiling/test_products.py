@@ -13,7 +13,7 @@ from torch import Tensor
 from whorl.engine.cpu.candidates import WEIGHT_DTYPES, NativeProducts
 from whorl.errors import ConfigError
 from whorl.machine import kernel_choice
-from whorl.machine.forced_choices import FORCE
+from whorl.machine.kernel_choice import FORCE
 from whorl.models import make_model
 from whorl.models.transformer_config import AttentionConfig, CustomMixer, MoEConfig, TransformerConfig
 from whorl.models.transformer_cost import linear_shapes, unlisted_parts
@@ -61,7 +61,7 @@ def test_linear_products_hold_all_flops_of_the_layers() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_ways_of_a_product_agree(dtype: str) -> None:
     for product in linear_products(MODEL, 64, dtype):
-        default, *others = ways = product.ways()
+        default, *others = ways = product.ways
         expected = ways[default]()
         assert isinstance(expected, Tensor)
         for way in others:

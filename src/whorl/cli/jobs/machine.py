@@ -155,9 +155,8 @@ def _parse_batch(text: str) -> tuple[int, int]:
 def describe_machine(found: Machine) -> dict[str, Any]:
     """Return the machine's identity, measured rates, and forced choices."""
     from whorl.engine.cpu import build
-    from whorl.machine.forced_choices import forced_choices
     from whorl.machine.identity import cpu_identity, machine_kind, request_amx
-    from whorl.machine.kernel_choice import choices_file
+    from whorl.machine.kernel_choice import choices_file, forced_choices
 
     identity = cpu_identity()
     return {

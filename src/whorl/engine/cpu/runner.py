@@ -32,10 +32,8 @@ from whorl.engine.model.cuda_graphs import GraphRunner
 from whorl.engine.model.runner import ModelRunner, StepOutput
 from whorl.engine.model.token_scores import score_logits
 from whorl.errors import ConfigError
-from whorl.machine.choices import choose_once
 from whorl.machine.device_probe import usable_cores
-from whorl.machine.forced_choices import refuse_forced
-from whorl.machine.kernel_choice import fastest
+from whorl.machine.kernel_choice import choose_once, fastest, refuse_forced
 from whorl.models import LanguageModel
 from whorl.nn.linear import Linear
 

@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from whorl.errors import CheckpointError, DiskFullError
-from whorl.machine.choices import recorded_choices
+from whorl.machine.kernel_choice import recorded_choices
 from whorl.store.address import canonical_json
 from whorl.train.checkpoint.format import Checkpoint, NewerFormatError, build_index, load
 from whorl.train.checkpoint.remote import RemoteCheckpoint, RemoteStore

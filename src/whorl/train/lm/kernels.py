@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from whorl.machine.forced_choices import forced_choices, refuse_forced
-from whorl.machine.kernel_choice import fastest
+from whorl.machine.kernel_choice import fastest, forced_choices, refuse_forced
 from whorl.models import LanguageModel
 from whorl.nn import Linear, mlp
 from whorl.nn.attention.causal import choose_path

@@ -5,7 +5,7 @@ bandwidth of a copy of as many bytes. Both are measured with its number of threa
 cache. A training product may run in fp32 too, and takes the better rate. A product that beats a rate raises it.
 
 Training products run with the threads of one replica. A decoding product runs in its type by torch and by the native
-library, with one thread and with all. Linear layers run in the first way; their other ways show what a choice could gain.
+library, with one thread and with all.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,20 +21,12 @@ from torch.nn import functional as F
 
 from whorl.engine.cpu.candidates import NativeProducts
 from whorl.machine.device_probe import measure_peaks
-from whorl.machine.forced_choices import forced_candidate
 from whorl.machine.gemm_benchmark import SHAPES, best_seconds, copy_bandwidth
-from whorl.machine.kernel_choice import ChoiceRequest, TimedChoice, timed_choice
+from whorl.machine.kernel_choice import ChoiceRequest, forced_candidate, timed_choice
 from whorl.models import TransformerConfig
 from whorl.models.transformer_cost import linear_shapes
 from whorl.train.config import OptimConfig
-from whorl.train.profiling.products import (
-    Bounds,
-    MatrixProduct,
-    Way,
-    engine_choices,
-    linear_products,
-    training_choices,
-)
+from whorl.train.profiling.products import Bounds, Way, engine_choices, linear_products, training_choices
 
 DECODING_ROWS = (1, 8, 32, 128)
 DECODING_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "int8": "int8"}
@@ -134,9 +127,12 @@ class ProductTimes:
             ]
             in_mlp = any(line.calls and line.name.startswith("mlp ") for line in found)
             for product in linear_products(self.model, self.rows * self.length, self.dtype):
-                line = _time_product(product, self.threads, refresh)
                 is_part = in_mlp and product.name.split()[1] in ("up", "down")
-                found.append(replace(line, calls=0) if is_part else line)
+                timed = timed_choice(product.name, product.ways, refresh=refresh)
+                found.append(TimedProduct(
+                    product.name, self.dtype, 0 if is_part else product.calls, timed.seconds, timed.dropped,
+                    next(iter(timed.seconds)), self.threads, flops=product.flops, bytes=product.bytes,
+                ))  # fmt: skip
         return _with_bounds(found, bounds, {line.dtype: ("float32", line.dtype) for line in found})
 
     def decoding(self, refresh: bool = False) -> list[TimedProduct]:
@@ -167,93 +163,61 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _time_choice(request: ChoiceRequest, calls: int, dtype: str, threads: int, refresh: bool) -> TimedProduct:
-    timed = timed_choice(request.name, request.candidates, flops=request.flops, refresh=refresh)
+    timed = timed_choice(request.name, request.candidates, refresh=refresh)
     chosen = forced_candidate(request.name) or timed.chosen
     return TimedProduct(
         request.name, dtype, calls, timed.seconds, timed.dropped, chosen, threads, flops=request.flops
     )
 
 
-def _time_product(product: MatrixProduct, threads: int, refresh: bool) -> TimedProduct:
-    """Time a product, which runs in the first way, with torch's number of threads; without its bound."""
-    with torch.no_grad():
-        timed = timed_choice(product.name, product.ways(), flops=product.flops, refresh=refresh)
-    return TimedProduct(
-        product.name, product.dtype, product.calls, timed.seconds, timed.dropped, next(iter(timed.seconds)), threads,
-        flops=product.flops, bytes=product.bytes,
-    )  # fmt: skip
-
-
 def time_decoding(
-    model: TransformerConfig,
-    bounds: dict[int, Bounds],
-    rows: Iterable[int],
-    refresh: bool = False,
+    model: TransformerConfig, bounds: dict[int, Bounds], rows: Iterable[int], refresh: bool = False
 ) -> list[TimedProduct]:
-    """Time the linear layers of a decoding step for batches of these sizes; bounds: by number of threads."""
+    """Time the linear layers of a decoding step for batches of these sizes; bounds: by number of threads.
+
+    A line has the candidates of a type with all numbers of threads.
+    """
     layers = {**linear_shapes(model), "head": (model.vocab_size, model.d_model, 1)}
     found = []
     with torch.inference_mode():
-        for name, (n, k, calls) in layers.items():
+        for layer, (n, k, calls) in layers.items():
             with NativeProducts(n, k) as native:
                 for m in rows:
-                    timed = {}
+                    flops = 2.0 * m * n * k
+                    times: dict[str, dict[tuple[str, int], float]] = {}
+                    dropped: dict[str, dict[str, str]] = {}
                     for threads in bounds:
                         with _threads(threads):
-                            ways = _decoding_ways(n, k, m, threads, native)
-                            timed[threads] = {
-                                kind: timed_choice(
-                                    f"decode {name} {m}x{k}x{n} {short}",
-                                    of_kind,
-                                    flops=2.0 * m * n * k,
-                                    refresh=refresh,
+                            for kind, ways in _decoding_ways(n, k, m, threads, native).items():
+                                name = f"decode {layer} {m}x{k}x{n} {DECODING_DTYPES[kind]}"
+                                timed = timed_choice(name, ways, refresh=refresh)
+                                times.setdefault(kind, {}).update(
+                                    {(way, threads): seconds for way, seconds in timed.seconds.items()}
                                 )
-                                for kind, short in DECODING_DTYPES.items()
-                                if (of_kind := ways.get(kind))
-                            }
-                    found += list(_decoding_lines(name, (m, k, n), calls, timed))
+                                dropped.setdefault(kind, {}).update(
+                                    {_label(way, threads): reason for way, reason in timed.dropped.items()}
+                                )
+                    for kind, seconds in times.items():
+                        chosen = min(seconds, key=lambda key: seconds[key])
+                        found.append(TimedProduct(
+                            f"decode {layer} {m}x{k}x{n} {DECODING_DTYPES[kind]}", kind, calls,
+                            {_label(*key): s for key, s in seconds.items()}, dropped[kind], _label(*chosen), chosen[1],
+                            flops=flops, bytes=float(ITEM_BYTES[kind] * n * k + 4 * m * (n + k)),
+                        ))  # fmt: skip
     return _with_bounds(found, bounds, {kind: (kind,) for kind in DECODING_DTYPES})
 
 
 def _decoding_ways(n: int, k: int, m: int, threads: int, native: NativeProducts) -> dict[str, dict[str, Way]]:
     """Return the candidates of each type with this number of threads."""
     x, w = torch.randn(m, k), torch.randn(n, k)
-    short_x, short_w = x.bfloat16(), w.bfloat16()
     found: dict[str, dict[str, Way]] = {
-        "float32": {"torch": lambda: F.linear(x, w)},
-        "bfloat16": {"torch": lambda: F.linear(short_x, short_w)},
+        "float32": {"torch": partial(F.linear, x, w)},
+        "bfloat16": {"torch": partial(F.linear, x.bfloat16(), w.bfloat16())},
     }
     for name, way in native.candidates(m, threads).items():
         library, kind, *method = name.split()
         found.setdefault(kind, {})[" ".join([library, *method])] = way
     return found
-
-
-def _decoding_lines(
-    name: str, sizes: tuple[int, int, int], calls: int, timed: dict[int, dict[str, TimedChoice]]
-) -> Iterator[TimedProduct]:
-    """Yield one line for each type, with the candidates of all numbers of threads."""
-    m, k, n = sizes
-    for kind in dict.fromkeys(kind for by_kind in timed.values() for kind in by_kind):
-        seconds = {
-            (way, threads): s
-            for threads, by in timed.items()
-            if kind in by
-            for way, s in by[kind].seconds.items()
-        }
-        dropped = {
-            _label(way, threads): reason
-            for threads, by in timed.items()
-            if kind in by
-            for way, reason in by[kind].dropped.items()
-        }
-        way, threads = min(seconds, key=lambda key: seconds[key])
-        flops, n_bytes = 2.0 * m * n * k, float(ITEM_BYTES[kind] * n * k + 4 * m * (n + k))
-        yield TimedProduct(
-            f"decode {name} {m}x{k}x{n} {DECODING_DTYPES[kind]}", kind, calls,
-            {_label(*key): s for key, s in seconds.items()}, dropped, _label(way, threads), threads,
-            flops=flops, bytes=n_bytes,
-        )  # fmt: skip
 
 
 def _label(way: str, threads: int) -> str:

@@ -1,4 +1,4 @@
-"""The products of a training step and of a decoding step, with the ways to compute each.
+"""The products of a training step and of a decoding step, and the bound of each.
 
 Two kinds: what training and the engine choose by timing when they begin (attention, MLP, head, Muon, the optimizer's passes,
 the engine's step), and the linear layers. A linear layer with a weight [n, k] and m tokens has three products in training,
@@ -7,9 +7,6 @@ each of 2 m n k FLOPs:
     forward           y  = x W^T     [m, k] [k, n]
     input gradient    dx = dy W      [m, n] [n, k]
     weight gradient   dW = dy^T x    [n, m] [m, k]
-
-The subtle point: a candidate pays for all it needs. The copy of a transposed operand, and the casts of operands and result
-to another type, are part of the time.
 """
 
 from __future__ import annotations
@@ -17,10 +14,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from whorl.engine.cache.layer_cache import page_windows
 from whorl.engine.cpu import unsupported_reason
@@ -46,71 +44,40 @@ class MatrixProduct:
     """One product of a linear layer.
 
     Attributes:
-        name: operation, layer and sizes.
-        dtype: of the operands.
-        calls: a step's number of such products.
+        name: operation, layer and sizes. calls: a step's number of such products.
         flops, bytes: of one call; bytes are the operands and the result, once.
-        ways: makes the candidates by name, the default first, when the product is timed.
+        ways: that in which the layer runs, first, and in fp32 with the casts of operands and result, for another type.
     """
 
     name: str
-    dtype: str
     calls: int
     flops: float
     bytes: float
-    ways: Callable[[], dict[str, Way]] = field(repr=False, compare=False)
+    ways: dict[str, Way] = field(repr=False, compare=False)
 
 
 def linear_products(model: TransformerConfig, tokens: int, dtype: str) -> Iterator[MatrixProduct]:
     """Yield the products of the linear layers of a training step on `tokens` tokens. dtype: of activations."""
-    for name, (n, k, calls) in linear_shapes(model).items():
-        yield from _linear(name, tokens, n, k, dtype, calls)
-
-
-def _randn(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape).to(dtype)
-
-
-def _linear(operand: str, m: int, n: int, k: int, dtype: str, calls: int) -> Iterator[MatrixProduct]:
     kind: torch.dtype = getattr(torch, dtype)
-
-    def forward() -> dict[str, Way]:
-        x, w = _randn(m, k, dtype=kind), _randn(n, k, dtype=kind)
-        return _with_fp32(
-            kind,
-            {"direct": lambda: F.linear(x, w), "transposed": lambda: x @ w.t().contiguous()},
-            lambda: F.linear(x.float(), w.float()).to(kind),
-        )
-
-    def input_gradient() -> dict[str, Way]:
-        dy, w = _randn(m, n, dtype=kind), _randn(n, k, dtype=kind)
-        return _with_fp32(
-            kind,
-            {"direct": lambda: dy @ w, "transposed": lambda: F.linear(dy, w.t().contiguous())},
-            lambda: (dy.float() @ w.float()).to(kind),
-        )
-
-    def weight_gradient() -> dict[str, Way]:
-        dy, x = _randn(m, n, dtype=kind), _randn(m, k, dtype=kind)
-        ways: dict[str, Way] = {
-            "direct": lambda: dy.t() @ x,
-            "transposed": lambda: dy.t().contiguous() @ x,
-            "transposed result": lambda: (x.t() @ dy).t(),
-            "both transposed": lambda: F.linear(dy.t().contiguous(), x.t().contiguous()),
-        }
-        return _with_fp32(kind, ways, lambda: dy.float().t() @ x.float())
-
-    operations = (("forward", (m, k, n), forward), ("input_gradient", (m, n, k), input_gradient),
-                  ("weight_gradient", (n, m, k), weight_gradient))  # fmt: skip
-    for operation, sizes, ways_of in operations:
-        rows, inner, outer = sizes
-        name = f"{operation} {operand} {'x'.join(map(str, sizes))} {DTYPE_ABBREVIATIONS[dtype]}"
-        n_bytes = float(kind.itemsize * (rows * inner + inner * outer + rows * outer))
-        yield MatrixProduct(name, dtype, calls, 2.0 * m * n * k, n_bytes, ways_of)
+    for layer, (n, k, calls) in linear_shapes(model).items():
+        x, w, dy = (torch.randn(*shape).to(kind) for shape in ((tokens, k), (n, k), (tokens, n)))
+        for operation, a, b in (
+            ("forward", x, w.t()),
+            ("input_gradient", dy, w),
+            ("weight_gradient", dy.t(), x),
+        ):
+            sizes = *a.shape, b.shape[1]
+            ways: dict[str, Way] = {"direct": partial(torch.matmul, a, b)}
+            if kind != torch.float32:
+                ways["fp32"] = partial(_product_in_fp32, a, b)
+            yield MatrixProduct(
+                f"{operation} {layer} {'x'.join(map(str, sizes))} {DTYPE_ABBREVIATIONS[dtype]}", calls,
+                2.0 * prod(sizes), float(kind.itemsize * (a.numel() + b.numel() + len(a) * b.shape[1])), ways,
+            )  # fmt: skip
 
 
-def _with_fp32(kind: torch.dtype, ways: dict[str, Way], wide: Way) -> dict[str, Way]:
-    return ways if kind == torch.float32 else {**ways, "fp32": wide}
+def _product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    return (a.float() @ b.float()).to(a.dtype)
 
 
 def training_choices(

@@ -10,7 +10,6 @@ The price of exactness is small: two sorted sets of shingles are merged, at abou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
