@@ -128,7 +128,7 @@ def ray_cluster() -> Iterator[Any]:
         patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
             num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000,
-            runtime_env={"env_vars": {"PYTHONPATH": paths, "WHORL_NATIVE": "0"}},
+            runtime_env={"env_vars": {"PYTHONPATH": paths, "WHORL_CHOOSE": "cpu=torch"}},
         )  # fmt: skip
     yield ray
     ray.shutdown()

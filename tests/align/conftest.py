@@ -19,4 +19,4 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def one_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the native step: the choice of the faster runner is measured, and runners differ in last bits."""
-    monkeypatch.setenv("WHORL_NATIVE", "0")
+    monkeypatch.setenv("WHORL_CHOOSE", "cpu=torch")

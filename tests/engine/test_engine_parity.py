@@ -17,7 +17,7 @@ from whorl.nn.mixer import CacheSpec
 @pytest.fixture(autouse=True)
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the torch runner; `test_native_step.py` compares the native step."""
-    monkeypatch.setenv("WHORL_NATIVE", "0")
+    monkeypatch.setenv("WHORL_CHOOSE", "cpu=torch")
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

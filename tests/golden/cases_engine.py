@@ -85,7 +85,7 @@ def requests(kind: str) -> list[Request]:
 
 
 def _family(family: str, native: bool) -> Result:
-    with fixed(WHORL_NATIVE=str(int(native))):
+    with fixed(WHORL_CHOOSE="cpu=native" if native else "cpu=torch"):
         model, result, numbers = model_of(family), Result(), list[str]()
         for kind in KINDS:
             engine = Engine(

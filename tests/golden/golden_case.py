@@ -28,7 +28,12 @@ from whorl.train.determinism import deterministic
 
 TOLERANCE = 1e-4  # relative, of a curve
 # Replaces every choice that is measured at run time: the engine's runner, the device, the type and the threads.
-ENVIRONMENT = {"WHORL_NATIVE": "0", "WHORL_DEVICE": "cpu", "WHORL_DTYPE": "float32", "WHORL_THREADS": "1"}
+ENVIRONMENT = {
+    "WHORL_CHOOSE": "cpu=torch",
+    "WHORL_DEVICE": "cpu",
+    "WHORL_DTYPE": "float32",
+    "WHORL_THREADS": "1",
+}
 ENVIRONMENT |= {"COLUMNS": "100", "TERM": "dumb"}
 
 

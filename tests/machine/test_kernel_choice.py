@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from whorl.errors import ConfigError
-from whorl.machine import kernel_choice, native_build
+from whorl.machine import kernel_choice
 from whorl.machine.kernel_choice import (
     FORCE,
     TimedChoice,
@@ -180,6 +180,7 @@ def test_forced_choice(
             "'tiles' is impossible here: OSError: refused(.|\n)*one of: direct(.|\n)*from WHORL_CHOOSE",
         ),
         ("mlp", "WHORL_CHOOSE has 'mlp'(.|\n)*NAME=CANDIDATE"),
+        ("gpu=fastest", "WHORL_CHOOSE has gpu = 'fastest'(.|\n)*one of: torch, triton"),
         ("atention=native", "WHORL_CHOOSE names 'atention'(.|\n)*did you mean 'attention'"),
     ],
 )
@@ -236,6 +237,6 @@ def test_choices_are_kept_for_one_version_of_the_code(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernel_choice, "measured_machine", lambda: (None, "m-0"))
     files = []
     for code in ("a", "b"):
-        monkeypatch.setattr(native_build, "sources_hash", lambda code=code: code)
+        monkeypatch.setattr(kernel_choice, "sources_hash", lambda code=code: code)
         files.append(kernel_choice.choices_file().name)
     assert files == ["kernels-m-0-a.json", "kernels-m-0-b.json"]

@@ -38,10 +38,10 @@ def test_libraries_are_compiled_two_at_a_time_and_once(
     for source, _ in sources:
         source.parent.mkdir()
         source.write_text(f"// {source.parent.name}")
-    monkeypatch.setenv("WHORL_NATIVE", "0")
+    monkeypatch.setenv("WHORL_CHOOSE", "cpu=torch")
     native_build.build_libraries(sources)
     assert not [*started.iterdir()]
-    monkeypatch.delenv("WHORL_NATIVE")
+    monkeypatch.delenv("WHORL_CHOOSE")
     later = tmp_path / "later.cpp"
     later.write_text("// later")
     native_build.start_builds(sources, [(later, ())])

@@ -33,7 +33,7 @@ REPLICATED = ("pretrain", "sft", "preference", "reward_model", "rl", "image_clas
 @pytest.fixture(autouse=True)
 def one_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which runner samples is measured, and runners differ in last bits (`engine/cpu/runner.py`)."""
-    monkeypatch.setenv("WHORL_NATIVE", "0")
+    monkeypatch.setenv("WHORL_CHOOSE", "cpu=torch")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ A kind is a dtype of the torch path, or a format of the packed weights of the na
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +18,7 @@ from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
+from whorl.machine.kernel_choice import force_choices, forced_choices
 from whorl.models.transformer import Transformer
 
 BATCH = 512  # tokens per step; with more, activations leave the second-level cache
@@ -37,7 +37,7 @@ STORED = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 32}
 
 def kinds() -> list[str]:
     """The kinds available on this machine, exact ones first."""
-    native = "weight_dtype" in EngineConfig.model_fields and os.environ.get("WHORL_NATIVE") != "0"
+    native = "weight_dtype" in EngineConfig.model_fields and forced_choices().get("cpu") != "torch"
     if native:
         from whorl.engine.cpu.build import library
 
@@ -62,16 +62,10 @@ def made(
     dtype, weights = KINDS[kind]
     torch.set_num_threads(threads)
     network = models.model(name, dtype) if isinstance(name, str) else name
-    before = os.environ.get("WHORL_NATIVE")
-    os.environ["WHORL_NATIVE"] = "0" if weights is None else "1"
-    try:
-        if weights is not None:
-            config = config.model_copy(update={"weight_dtype": weights})
+    if weights is not None:
+        config = config.model_copy(update={"weight_dtype": weights})
+    with force_choices({"cpu": "torch" if weights is None else "native"}):
         return Engine(network, config, **options)  # type: ignore[arg-type]
-    finally:
-        del os.environ["WHORL_NATIVE"]
-        if before is not None:
-            os.environ["WHORL_NATIVE"] = before
 
 
 def ask(number: int, ids: Sequence[int], max_tokens: int) -> Request:

@@ -16,8 +16,8 @@ One setting forces choices, a table [kernels] in a recipe or a variable for any 
     WHORL_CHOOSE=gpu=torch              no Triton kernel; gpu=triton: one wherever it supports the shapes
 
 The name before "=" is one of OPERATIONS, the first word of a choice, or a pattern of whole names (`fnmatch`), as
-`whorl machine` lists them. A recipe's table is preferred to the variable. A forced choice is part of no address: it changes
-the last bits of a result, as the timing does. One that cannot be made is refused, never ignored.
+`whorl machine` lists them, or a device (BACKENDS). A recipe's table is preferred to the variable. A forced choice is part
+of no address: it changes the last bits of a result, as the timing does. One that cannot be made is refused, never ignored.
 
 Choices decide bits, and measurements differ when other processes run. Within `recorded_choices` each choice (of a kernel,
 the dtype, the number of threads) is made once and kept as a file in a folder. A continued step and all of its child
@@ -40,12 +40,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from whorl.errors import ConfigError, one_of
-from whorl.machine import native_build
 from whorl.machine.device_probe import (
     CONTENDED_CACHE_SECONDS,
     UNCONTENDED_FRACTION,
@@ -59,8 +59,9 @@ FORCE = "WHORL_CHOOSE"
 REMEDY = f"remove it from `kernels`, from {FORCE} or from the setting"
 OPERATIONS = (
     "attention", "mlp", "linear", "cross_entropy", "head", "update", "adamw", "orthogonalize", "engine_step",
-    "rollout_step", "cpu", "gpu",
+    "rollout_step",
 )  # fmt: skip
+BACKENDS = {"cpu": ("torch", "native"), "gpu": ("torch", "triton")}  # choices for all operations of a device
 VARIABLE = "WHORL_CHOICES"  # the folder of `recorded_choices`, for this process and its children
 MIN_SPEEDUP = 1.03  # over the default
 SECONDS_PER_CHOICE = 0.2
@@ -171,7 +172,15 @@ def _torch() -> Any:
 
 def choices_file() -> Path:
     """The file of the choices of this machine."""
-    return cache_folder() / f"kernels-{measured_machine()[1]}-{native_build.sources_hash()}.json"
+    return cache_folder() / f"kernels-{measured_machine()[1]}-{sources_hash()}.json"
+
+
+@cache
+def sources_hash() -> str:
+    """Hash of all C++ code of the package, which invalidates times that were measured with other code."""
+    package = Path(__file__).parents[1]
+    sources = sorted(path for kind in ("*.h", "*.cpp") for path in package.rglob(kind))
+    return sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 
 
 def time_candidates(name: str, candidates: Candidates) -> TimedChoice:
@@ -299,8 +308,10 @@ def check_forced(source: str, name: str, way: object) -> None:
     if not (name and isinstance(way, str) and way) or "=" in name + way:
         given = f"{name} = {way!r}" if name else repr(way)
         raise ConfigError(f"{source} has {given}", expected="NAME=CANDIDATE, separated by commas")
-    if name.isidentifier() and name not in OPERATIONS:
-        raise ConfigError(f"{source} names {name!r}", expected=one_of(name, OPERATIONS))
+    if name.isidentifier() and name not in (known := (*OPERATIONS, *BACKENDS)):
+        raise ConfigError(f"{source} names {name!r}", expected=one_of(name, known))
+    if name in BACKENDS and way not in BACKENDS[name]:
+        raise ConfigError(f"{source} has {name} = {way!r}", expected=one_of(way, BACKENDS[name]))
 
 
 def forced_candidate(name: str) -> str | None:

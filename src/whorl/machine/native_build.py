@@ -1,7 +1,7 @@
 """Compile C++ sources on the machine, once, for its CPU.
 
-    WHORL_NATIVE=0     never; the torch path runs
-    CXX                the compiler; default: the first of g++, c++ and clang++ found
+    WHORL_CHOOSE=cpu=torch     never; the torch path runs
+    CXX                        the compiler; default: the first of g++, c++ and clang++ found
 
 A shipped binary would target the oldest CPU or need a build for each. A source of 1,400 lines compiles with `-march=native`
 in seconds to half a minute. Libraries are kept in `$XDG_CACHE_HOME/whorl/native` (`~/.cache` by default). The file name is
@@ -40,6 +40,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from whorl.machine.kernel_choice import forced_choices
+
 COMMON_FLAGS = (
     "-std=c++17",
     "-O3",
@@ -66,8 +68,8 @@ class BuildError(Exception):
 
 
 def is_enabled() -> bool:
-    """Whether native code may be built and used: WHORL_NATIVE is not 0."""
-    return os.environ.get("WHORL_NATIVE") != "0"
+    """Whether native code may be built and used: cpu=torch is not forced."""
+    return forced_choices().get("cpu") != "torch"
 
 
 def cache_folder() -> Path:
@@ -214,14 +216,6 @@ def _fingerprint(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
     ]
     parts += [f"{p.name}\n{p.read_text()}" for p in sources]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-
-
-@functools.cache
-def sources_hash() -> str:
-    """Hash of all C++ code of the package, which invalidates times that were measured with other code."""
-    package = Path(__file__).parents[1]
-    sources = sorted(path for kind in ("*.h", "*.cpp") for path in package.rglob(kind))
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 
 
 @functools.cache

@@ -39,7 +39,7 @@ PACKAGES = ("torch", "numpy", "pyarrow", "duckdb", "pydantic", "safetensors", "t
 # Variables that can change a result. Others (keys, addresses, folders) are not recorded.
 SETTINGS = (
     "WHORL_CHOICES", "WHORL_CHOOSE", "WHORL_CODE", "WHORL_DEVICE", "WHORL_DTYPE", "WHORL_FORK_SERVER",
-    "WHORL_KERNELS", "WHORL_NATIVE", "WHORL_THREADS",
+    "WHORL_THREADS",
 )  # fmt: skip
 
 

@@ -87,9 +87,9 @@ def test_forced_type_is_used_and_resumes(folder: Path, tmp_path: Path) -> None:
 
 
 def test_impossible_type_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHORL_NATIVE", "0")
+    monkeypatch.setenv("WHORL_CHOOSE", "cpu=torch")
     with pytest.raises(
-        ConfigError, match=r"rollout\.dtype is int8, which is impossible here.*WHORL_NATIVE=0"
+        ConfigError, match=r"rollout\.dtype is int8, which is impossible here.*cpu=torch is forced"
     ):
         train(folder, config(rollout={"dtype": "int8"}))
 
@@ -99,7 +99,7 @@ def test_agreeing_log_probs_are_not_computed_again(
     bound: float | None, scored: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three rollout batches with two updates each, the first is scored: nothing was compared before it."""
-    monkeypatch.setenv("WHORL_NATIVE", "0")
+    monkeypatch.setenv("WHORL_CHOOSE", "cpu=torch")
     calls: list[int] = []
     score = PolicyModel.score
     monkeypatch.setattr(PolicyModel, "score", lambda self, batch: (calls.append(1), score(self, batch))[1])

@@ -74,7 +74,7 @@ def prompt_log_probs(model: LanguageModel, **fields: object) -> list[torch.Tenso
 
 
 def test_int8_engine_matches_forward_with_quantized_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHORL_NATIVE", "0")  # tests/engine/cpu has its int8 cache
+    monkeypatch.setenv("WHORL_CHOOSE", "cpu=torch")  # tests/engine/cpu has its int8 cache
     model, own = small_decoder(), backends.causal_attention
     found, plain = prompt_log_probs(model, kv_cache_dtype="int8"), prompt_log_probs(model)
 

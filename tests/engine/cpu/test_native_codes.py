@@ -58,7 +58,7 @@ def test_other_weight_formats_are_rounded_from_the_codes() -> None:
 
 
 def test_engine_runs_a_gptq_model_natively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHORL_NATIVE", "1")
+    monkeypatch.setenv("WHORL_CHOOSE", "cpu=native")
     save_model(
         quantized(format="int4", group_size=32, rounding="calibrated", head=True, ngram=True), tmp_path
     )

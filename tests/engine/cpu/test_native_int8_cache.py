@@ -129,10 +129,10 @@ def test_native_int8_engine_matches_torch(
     """Prefixes reused, rows preempted and copied, pages of 4 positions; scores of the same prompts."""
     sizes = {"max_num_seqs": 6, "max_model_len": 60, "kv_cache_tokens": 60, "kv_cache_dtype": "int8"}
     tight, scores = config(**sizes, max_num_batched_tokens=7, preemption=preemption), []
-    for native in "01":
-        monkeypatch.setenv("WHORL_NATIVE", native)
+    for native in ("torch", "native"):
+        monkeypatch.setenv("WHORL_CHOOSE", f"cpu={native}")
         engine = Engine(FAMILIES[family](), tight)
-        assert isinstance(engine.runner, NativeRunner) == (native == "1")
+        assert isinstance(engine.runner, NativeRunner) == (native == "native")
         requests = prompt_requests(12, temperature=0)
         run(engine, requests)
         again = [r.model_copy(update={"id": f"again {r.id}"}) for r in requests]

@@ -22,7 +22,7 @@ pytestmark = needs_compiler
 def test_native_scores_match_forward(
     most_logits: int, k: int, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WHORL_NATIVE", "1")
+    monkeypatch.setenv("WHORL_CHOOSE", "cpu=native")
     monkeypatch.setattr(native_runner, "MOST_LOGITS", most_logits)
     model = llama()
     engine = Engine(model, config(max_num_batched_tokens=16, batch_invariant=invariant))

@@ -159,7 +159,7 @@ def test_unsupported_models_have_a_reason() -> None:
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("family", NATIVE)
 def test_native_engine_matches_forward(family: str, preemption: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHORL_NATIVE", "1")
+    monkeypatch.setenv("WHORL_CHOOSE", "cpu=native")
     model, sizes = NATIVE[family](), {"max_num_seqs": 6, "max_model_len": 60, "kv_cache_tokens": 60}
     tight = config(**sizes, max_num_batched_tokens=7, preemption=preemption)
     engine = Engine(model, tight)
@@ -171,7 +171,7 @@ def test_native_engine_matches_forward(family: str, preemption: Any, monkeypatch
     engine.update_weights({}, version=1)
     again = [r.model_copy(update={"id": f"again {r.id}"}) for r in requests]
     check(model, again, run(engine, again))
-    monkeypatch.setenv("WHORL_NATIVE", "0")
+    monkeypatch.setenv("WHORL_CHOOSE", "cpu=torch")
     assert type(Engine(model, tight).runner) is ModelRunner
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
+from whorl.machine.kernel_choice import FORCE
 from whorl.nn.attention import Mask, attend
 from whorl.nn.gpu import autotune as choice
 
@@ -30,7 +31,7 @@ needs_triton = pytest.mark.skipif(not has_triton, reason="Triton is not installe
 
 
 def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTEST_", "WHORL_KERNELS"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTEST_", "WHORL_CHOOSE"))}
     options = {"env": kept | variables, "capture_output": True, "text": True, "timeout": 500}
     return subprocess.run([sys.executable, *arguments], **options)
 
@@ -81,13 +82,10 @@ def test_cpu_rejects_triton_backend_and_never_measures(monkeypatch: pytest.Monke
         raise AssertionError("measured on a CPU")
 
     monkeypatch.setattr(choice, "is_correct_and_faster", never)
-    monkeypatch.setenv(choice.ENV_VAR, "triton")
+    monkeypatch.setenv(FORCE, "gpu=triton")
     q = torch.randn(1, 2, 5, 8, requires_grad=True)
     assert attend(q, q, q, Mask()).shape == q.shape
     assert not choice.use_kernel("x", q, never, never)
-    monkeypatch.setenv(choice.ENV_VAR, "fastest")
-    with pytest.raises(ConfigError, match="WHORL_KERNELS is 'fastest'"):
-        choice.kernel_mode()
     with pytest.raises(ConfigError, match="Triton"):
         attend(q, q, q, Mask(), backend="triton")
 
@@ -111,7 +109,7 @@ def test_use_kernel_selects_by_mode_and_measurement(monkeypatch: pytest.MonkeyPa
     def selected(kind: str) -> bool:
         return choice.use_kernel(kind, x, list, list)
 
-    monkeypatch.delenv(choice.ENV_VAR, raising=False)
+    monkeypatch.delenv(FORCE, raising=False)
     assert [selected(kind) for kind in ("fast", "slow") * 2] == [True, False] * 2
     assert len(measured) == 2  # each kind is measured once
     assert sorted(choice.kernel_choices().values()) == ["torch", "triton"]
@@ -122,17 +120,17 @@ def test_use_kernel_selects_by_mode_and_measurement(monkeypatch: pytest.MonkeyPa
     capturing[0] = False
     assert len(measured) == 2 and selected("fast, new")
     for mode, want in (("triton", True), ("torch", False)):
-        monkeypatch.setenv(choice.ENV_VAR, mode)
+        monkeypatch.setenv(FORCE, f"gpu={mode}")
         assert selected("fast") is selected("slow") is want
-    monkeypatch.setenv(choice.ENV_VAR, "auto")
+    monkeypatch.delenv(FORCE)
     torch.use_deterministic_algorithms(True)  # timing must not decide about bits
     try:
         assert not selected("fast")
-        monkeypatch.setenv(choice.ENV_VAR, "triton")
+        monkeypatch.setenv(FORCE, "gpu=triton")
         assert selected("fast")
     finally:
         torch.use_deterministic_algorithms(False)
-    monkeypatch.setenv(choice.ENV_VAR, "auto")
+    monkeypatch.delenv(FORCE)
     monkeypatch.setattr(choice, "triton_installed", lambda: False)
     assert not selected("fast")
     assert len(measured) == 3

@@ -19,7 +19,7 @@ FLAGS = ("-Wno-psabi",)
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the library, compiled if needed; None (logged once) if the build fails or WHORL_NATIVE=0."""
+    """Return the library, compiled if needed; None (logged once) if the build fails or WHORL_CHOOSE=cpu=torch."""
     if not is_enabled():
         return None
     try:

@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parent / "native.cpp"
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the library, compiled if needed; None (logged once) if the build fails or WHORL_NATIVE=0."""
+    """Return the library, compiled if needed; None (logged once) if the build fails or WHORL_CHOOSE=cpu=torch."""
     if not native_build.is_enabled():
         return None
     try:

@@ -33,7 +33,7 @@ def make_variants(n: int, k: int) -> dict[str, layout.Matrix]:
 
 
 class NativeProducts:
-    """A random matrix [n, k] in all variants; none without a compiler, or with WHORL_NATIVE=0. A context manager."""
+    """A random matrix [n, k] in all variants; none without a compiler, or with WHORL_CHOOSE=cpu=torch. A context manager."""
 
     def __init__(self, n: int, k: int) -> None:
         self.n, self.k = n, k

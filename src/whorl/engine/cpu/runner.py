@@ -1,9 +1,9 @@
 """A runner that uses the native step where measurements show that it is faster.
 
-    WHORL_NATIVE=0     never
-    WHORL_NATIVE=1     for every supported model, without measuring
-    (unset)            both are timed when the engine starts, on a step of one row and one of several, or of
-                       `EngineConfig.decode_rows`; under torch's deterministic algorithms nothing is timed and torch runs
+    WHORL_CHOOSE=cpu=torch      never
+    WHORL_CHOOSE=cpu=native     for every supported model, without measuring
+    default                     both are timed when the engine starts, on a step of one row and one of several, or of
+                                `EngineConfig.decode_rows`; under torch's deterministic algorithms torch runs, untimed
 
 CPU flags do not decide: a machine may have bf16 products and run faster without, and two threads may share one core. So the
 torch path and the native step, by tile registers and by vectors, with one thread and with all, run the same small batches on
@@ -13,7 +13,6 @@ cannot run (adapters, replaced products) use torch, step by step, over the same 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +32,7 @@ from whorl.engine.model.runner import ModelRunner, StepOutput
 from whorl.engine.model.token_scores import score_logits
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import usable_cores
-from whorl.machine.kernel_choice import choose_once, fastest, refuse_forced
+from whorl.machine.kernel_choice import choose_once, fastest, forced_choices, refuse_forced
 from whorl.models import LanguageModel
 from whorl.nn.linear import Linear
 
@@ -136,8 +135,8 @@ def make_runner(
         ConfigError: `weight_dtype` is set, and the native step cannot run; only it has weight formats. Or a forced choice
             that is impossible.
     """
-    setting = choose_once("WHORL_NATIVE", lambda: os.environ.get("WHORL_NATIVE", ""))
-    reason = "WHORL_NATIVE=0" if setting == "0" else unsupported_reason(model, compile_native)
+    setting = choose_once("cpu", lambda: forced_choices().get("cpu", ""))
+    reason = "cpu=torch is forced" if setting == "torch" else unsupported_reason(model, compile_native)
     if not setting and weight_dtype is None and torch.are_deterministic_algorithms_enabled():
         reason = reason or "timing must not decide"
     if reason is not None:
@@ -157,7 +156,7 @@ def make_runner(
         threads=max_threads,
         **kwargs,
     )
-    if setting != "1":
+    if setting != "native":
         autotune(runner, weight_dtype is not None, decode_rows, max_threads)
     return runner
 

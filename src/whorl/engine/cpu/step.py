@@ -77,7 +77,7 @@ class NativeStep:
     ) -> None:
         reason, library = unsupported_reason(model), build.library()
         if reason is not None or library is None:
-            raise ConfigError(f"the native step cannot run this model: {reason}", do="WHORL_NATIVE=0")
+            raise ConfigError(f"the native step cannot run this model: {reason}", do="WHORL_CHOOSE=cpu=torch")
         layout.check_sizes(library)
         self.library, self.threads = library, threads or torch.get_num_threads()
         self.weights = PackedWeights(

@@ -74,7 +74,7 @@ def _type_flags(dtype: torch.dtype) -> tuple[str, ...]:
 
 @functools.cache
 def native_library(name: str, *flags: str) -> ctypes.CDLL | None:
-    """Return the library of `NAME.cpp`, compiled if needed; None (logged once) if that fails, or with WHORL_NATIVE=0."""
+    """Return the library of `NAME.cpp`, compiled if needed; None (logged once) if that fails, or with cpu=torch forced."""
     if not is_enabled():
         return None
     try:

@@ -1,9 +1,9 @@
 """Selection of a Triton kernel or the torch reference, by a setting or by measurement.
 
-    WHORL_KERNELS=torch    never a kernel
-    WHORL_KERNELS=triton   a kernel where one supports the shapes
-    WHORL_KERNELS=auto     (the default) the first call of each kind times both, forward and backward, on the call's
-                           tensors, and the faster one serves all later calls of that kind
+    WHORL_CHOOSE=gpu=torch    never a kernel
+    WHORL_CHOOSE=gpu=triton   a kernel where one supports the shapes
+    default                   the first call of each kind times both, forward and backward, on the call's
+                              tensors, and the faster one serves all later calls of that kind
 
 A kernel is compared with the reference before it is timed. One that fails to compile, disagrees, or is less than 5 %
 faster is not used; a failure is reported once, as a warning. On a CPU nothing is measured and the reference runs.
@@ -16,7 +16,7 @@ The subtle part is when not to measure:
 - inside a compiled region, torch is used: the compiler fuses, and a launch would break its graph;
 - while a CUDA graph is recorded, synchronization is forbidden;
 - without gradients the backward cannot be timed, so the choice of training is used, or torch;
-- with torch's deterministic algorithms, timing must not decide, so torch is used unless the setting is "triton" (all
+- with torch's deterministic algorithms, timing must not decide, so torch is used unless gpu=triton is forced (all
   kernels here are deterministic).
 """
 
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -33,10 +32,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from whorl.errors import ConfigError, one_of
+from whorl.machine.kernel_choice import forced_choices
 
-KERNEL_MODES = ("auto", "triton", "torch")
-ENV_VAR = "WHORL_KERNELS"
 MIN_SPEEDUP = 1.05
 ROUNDS = 7
 # Relative error of the whole tensor (2-norm) between two correct results: both round products of bf16 or tf32.
@@ -57,18 +54,6 @@ def next_power_of_2(n: int, minimum: int = 1) -> int:
     return max(minimum, 1 << (n - 1).bit_length())
 
 
-def kernel_mode() -> str:
-    """Return the mode in the environment.
-
-    Raises:
-        ConfigError: a word that is not in KERNEL_MODES.
-    """
-    mode = os.environ.get(ENV_VAR, "auto")
-    if mode not in KERNEL_MODES:
-        raise ConfigError(f"{ENV_VAR} is {mode!r}", expected=one_of(mode, KERNEL_MODES))
-    return mode
-
-
 def use_kernel(kind: Hashable, x: Tensor, kernel: BenchmarkFn, reference: BenchmarkFn) -> bool:
     """Return whether the kernel should run.
 
@@ -80,9 +65,8 @@ def use_kernel(kind: Hashable, x: Tensor, kernel: BenchmarkFn, reference: Benchm
     """
     if not x.is_cuda or torch.compiler.is_compiling():
         return False
-    mode = kernel_mode()
-    if mode != "auto":
-        return mode == "triton"
+    if (forced := forced_choices().get("gpu")) is not None:
+        return forced == "triton"
     if not triton_installed() or torch.are_deterministic_algorithms_enabled():
         return False
     kind = (kind, x.dtype, torch.cuda.get_device_name(x.device))

@@ -52,14 +52,14 @@ def require_triton(*tensors: Tensor) -> None:
         raise ConfigError(
             "a Triton kernel is requested, and Triton is not installed",
             expected="the package triton, which exists for Linux only",
-            do="pip install triton, or WHORL_KERNELS=torch",
+            do="pip install triton, or WHORL_CHOOSE=gpu=torch",
         )
     for tensor in tensors:
         if not tensor.is_cuda and not INTERPRETED:
             raise ConfigError(
                 f"a Triton kernel is requested, and a tensor is on {tensor.device}",
                 expected="tensors on a CUDA device",
-                do="WHORL_KERNELS=torch; for a test on a CPU, set TRITON_INTERPRET=1 before the start",
+                do="WHORL_CHOOSE=gpu=torch; for a test on a CPU, set TRITON_INTERPRET=1 before the start",
             )
 
 

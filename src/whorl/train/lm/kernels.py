@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from whorl.machine.kernel_choice import fastest, forced_choices, refuse_forced
+from whorl.machine.kernel_choice import BACKENDS, fastest, forced_choices, refuse_forced
 from whorl.models import LanguageModel
 from whorl.nn import Linear, mlp
 from whorl.nn.attention.causal import choose_path
@@ -57,7 +57,7 @@ def choose_kernels(model: LanguageModel, job: Job, always: bool = False) -> Kern
     always: also for a short job, whose steps stand for those of a longer one.
     """
     flops = job.steps * job.batch_size * job.seq_len * model.flops_per_token(job.seq_len)
-    if flops < MIN_TIMED_FLOPS and not always and not forced_choices():
+    if flops < MIN_TIMED_FLOPS and not always and forced_choices().keys() <= BACKENDS.keys():
         return torch_kernels()
     rows = job.micro_batch_size or job.batch_size // job.replicas
     at_end = last_rows(job)
