@@ -1,8 +1,7 @@
 """Mixture of experts: `router` assigns tokens, `experts` computes, `layer` combines both, `monitor` measures."""
 
 from whorl.nn.experts.experts import Experts, apply_experts, apply_experts_reference
-from whorl.nn.experts.layer import MixtureOfExperts, expert_lr_scales, freeze_routers, router_parameter_names
-from whorl.nn.experts.monitor import routing_metrics, routing_stats
+from whorl.nn.experts.layer import MixtureOfExperts, expert_lr_scales, router_parameter_names
 from whorl.nn.experts.router import MoERouter, Routing
 
 __all__ = [
@@ -13,8 +12,5 @@ __all__ = [
     "apply_experts",
     "apply_experts_reference",
     "expert_lr_scales",
-    "freeze_routers",
     "router_parameter_names",
-    "routing_metrics",
-    "routing_stats",
 ]

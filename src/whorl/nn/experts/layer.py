@@ -105,14 +105,6 @@ def router_parameter_names(network: nn.Module) -> list[str]:
     ]
 
 
-def freeze_routers(network: nn.Module) -> list[str]:
-    """Stop the gradients of all routers (as for fine-tuning on little data); return their names."""
-    names = router_parameter_names(network)
-    for name in names:
-        network.get_parameter(name).requires_grad_(False)
-    return names
-
-
 def expert_lr_scales(network: nn.Module, scales: Mapping[int, float]) -> dict[str, float]:
     """Return learning-rate multipliers of experts, by parameter name: 1 for experts that are not listed.
 
