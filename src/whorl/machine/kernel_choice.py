@@ -13,7 +13,7 @@ One setting forces choices, a table [kernels] in a recipe or a variable for any 
     whorl run quickstart --set kernels.attention=blocked
     WHORL_CHOOSE=attention=blocked,head=512
     WHORL_CHOOSE=cpu=torch              no C++ code; cpu=native: the engine's C++ step without timing
-    WHORL_CHOOSE=gpu=torch              no Triton kernel; gpu=triton: one wherever it supports the shapes
+    WHORL_CHOOSE=gpu=torch              no Triton kernel; gpu=triton: one for all shapes that it supports
 
 The name before "=" is one of OPERATIONS, the first word of a choice, or a pattern of whole names (`fnmatch`), as
 `whorl machine` lists them, or a device (BACKENDS). A recipe's table is preferred to the variable. A forced choice is part
