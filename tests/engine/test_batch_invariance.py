@@ -32,7 +32,7 @@ def other_requests(rng: random.Random, n: int) -> list[Request]:
 def test_batch_invariant_tokens_are_bit_identical(family: str) -> None:
     model = MODELS[family]().eval()
     alone = run_one(Engine(model, CONFIG), REQUEST)
-    for seed in range(6):
+    for seed in range(3):
         rng = random.Random(seed)
         cache, step = rng.choice([64, 90, 400]), rng.choice([4, 9, 64])
         sizes = {"kv_cache_tokens": cache, "max_num_batched_tokens": step}

@@ -60,6 +60,23 @@ def test_libraries_are_compiled_two_at_a_time_and_once(
     assert sorted(policies) == [os.SCHED_OTHER, os.SCHED_OTHER, os.SCHED_IDLE]
 
 
+def test_two_processes_build_one_library(tmp_path: Path) -> None:
+    source, folder = tmp_path / "a.cpp", tmp_path / "kept"
+    source.write_text('extern "C" int answer() { return 2; }')
+    load = "import sys; from pathlib import Path; from whorl.machine.native_build import load_library"
+    command = [
+        sys.executable,
+        "-c",
+        f"{load}; print(load_library(Path(sys.argv[1]), Path(sys.argv[2])).answer())",
+    ]
+    started = [
+        subprocess.Popen([*command, source, folder], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0] for process in started] == ["2\n", "2\n"]
+    (file,) = folder.glob("*.so")
+    assert {path.name for path in folder.iterdir()} == {f"{file.stem}.lock", file.name}
+
+
 def test_a_build_that_fails_is_left_to_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     native_build.build_libraries([(tmp_path / "a.cpp", ())])

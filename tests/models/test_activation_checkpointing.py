@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from bench.train._live_tensors import peak_bytes
 from tests.support.models.transformer_shapes import KINDS, made, network
 from tests.support.tiny import make_decoder
+from tests.support.train.live_tensors import peak_bytes
 from torch.nn import functional as F
 
 from whorl.errors import BudgetError

@@ -54,15 +54,3 @@ def test_cost_matches_torch(name: str) -> None:
     assert sizes["total"] == sum(p.numel() for p in network.parameters())
     assert 0 <= sizes["embedding"] < sizes["active"] <= sizes["total"]
     assert network.kv_bytes_per_token() >= 0
-
-
-def test_cost_of_decoder_matches_autograd() -> None:
-    model = make_decoder()
-    sizes = model.params()
-    assert sizes["active"] == sizes["total"] - sizes["ngram"] + 2 * 32
-    ids = torch.zeros(3, 16, dtype=torch.int64)
-    kept = saved_bytes(lambda: model(ids), model.parameters())
-    assert model.activation_bytes(3, 16) == pytest.approx(kept, rel=0.15)
-    states = [model.new_state(1, n).n_bytes for n in (5, 6)]
-    assert states[1] - states[0] == model.kv_bytes_per_token() == 2 * 2 * 16 * 4
-    assert NETWORKS["multi-token"][0].kv_bytes_per_token() == 3 * 2 * 32 * 4

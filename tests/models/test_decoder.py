@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from tests.support.models.initialization import add_noise, generator
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -109,10 +108,3 @@ def test_load_model_names_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_model(tmp_path)
-
-
-def test_decoder_config_rejects_impossible_shapes() -> None:
-    with pytest.raises(ValidationError, match="multiple of n_kv_heads"):
-        small(n_kv_heads=3)
-    with pytest.raises(ValidationError, match="must be even"):
-        small(head_dim=7)

@@ -57,7 +57,7 @@ MANIFESTS = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(MANIFESTS)
 def test_kubernetes_manifests_match_the_schema(spec: DeploymentSpec) -> None:
     validate = pytest.importorskip("kubernetes_validate")

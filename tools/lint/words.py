@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import re
 import sys
-import tokenize
 import tomllib
 from bisect import bisect_right
 from collections import Counter
@@ -136,12 +134,20 @@ def messages(nodes: Iterable[ast.AST]) -> Iterator[Paragraph]:
             yield Paragraph([(node.lineno, line) for line in text.splitlines() if line.strip()])
 
 
+STRING_OR_COMMENT = re.compile(
+    r"""(\"{3}|'{3})(?:\\.|.)*?\1|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\#[^\n]*""", re.DOTALL
+)
+
+
 def comments(text: str) -> Iterator[tuple[int, int, str]]:
-    """Comments of a Python file as (line, column, text), without those for tools."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        body = token.string.lstrip("#:")
-        if token.type == tokenize.COMMENT and not FOR_TOOLS.match(body):
-            yield *token.start, body
+    """Comments of a Python file as (line, column, text), without those for tools. `tokenize` is ten times as slow."""
+    line, start = 1, 0  # number and offset of the line of the last comment
+    for match in STRING_OR_COMMENT.finditer(text):
+        body = match.group().lstrip("#:")
+        if match.group()[0] == "#" and not FOR_TOOLS.match(body):
+            at = match.start()
+            line, start = line + text.count("\n", start, at), text.rfind("\n", 0, at) + 1
+            yield line, at - start, body
 
 
 def joined(found: Iterable[tuple[int, int, str]]) -> Iterator[Paragraph]:

@@ -28,8 +28,6 @@ MASKS = {
     "window": Mask(window=5),
     "window of two": Mask(window=2),  # one score per block: a bound that is off by one loses it
     "window both ways": Mask(window=9, causal=False),
-    "packed": Mask(query_segments=SEGMENTS, key_segments=SEGMENTS),
-    "packed, open": Mask(causal=False, query_segments=SEGMENTS, key_segments=SEGMENTS),
     "padded": Mask(key_allowed=PADDED),
     "packed and padded": Mask(query_segments=SEGMENTS, key_segments=SEGMENTS, key_allowed=PADDED),
     "decoding": Mask(offset=20),

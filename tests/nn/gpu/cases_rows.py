@@ -46,7 +46,7 @@ GAINS: dict[str, tuple[int, ...] | None] = {"none": None, "per feature": (24,), 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", GAINS)
 def test_rms_norm_kernel_matches_reference(kind: str, dtype: torch.dtype) -> None:
-    x = randn(5, 15, 3, 24).to(dtype)
+    x = randn(2, 5, 3, 24).to(dtype)
     shape = GAINS[kind]
     atol = max(ATOL[dtype], 2e-5)
     if shape is None:
@@ -57,7 +57,7 @@ def test_rms_norm_kernel_matches_reference(kind: str, dtype: torch.dtype) -> Non
 
 
 @given(
-    rows=st.integers(1, 40), width=st.integers(1, 300), programs=st.integers(1, 4), seed=st.integers(0, 99)
+    rows=st.integers(1, 12), width=st.integers(1, 300), programs=st.integers(1, 4), seed=st.integers(0, 99)
 )
 @settings(max_examples=8, deadline=None)
 def test_rms_norm_kernel_matches_for_any_size(rows: int, width: int, programs: int, seed: int) -> None:
@@ -84,9 +84,9 @@ def select_kernel_step(*_: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, None), (1e-2, None), (1e-2, 1.5), (0.0, 30.0)])
 def test_cross_entropy_matches_next_token(z_loss: float, softcap: float | None, dtype: torch.dtype) -> None:
-    hidden = randn(40, 24).to(dtype).requires_grad_()
+    hidden = randn(12, 24).to(dtype).requires_grad_()
     head = randn(101, 24, seed=1, grad=True)
-    targets, mask = torch.randint(0, 101, (40,), generator=gen(2)), torch.rand(40, generator=gen(3)) > 0.3
+    targets, mask = torch.randint(0, 101, (12,), generator=gen(2)), torch.rand(12, generator=gen(3)) > 0.3
     found = []
     triton = partial(next_token, select_step=select_kernel_step)
     for f in (triton, next_token, next_token_reference):
@@ -132,15 +132,15 @@ def test_cross_entropy_of_strided_chunk_and_bad_target() -> None:
 @pytest.mark.parametrize("dim", [16, 12])
 @pytest.mark.parametrize("positions_per_row", [False, True])
 def test_rotary_kernel_matches_reference(layout: Any, dim: int, positions_per_row: bool) -> None:
-    places = torch.randint(0, 500, (3, 13), generator=gen(4)) if positions_per_row else torch.arange(13)
+    places = torch.randint(0, 500, (2, 5), generator=gen(4)) if positions_per_row else torch.arange(5)
     cos, sin = rotary_tables(places, 16, layout=layout, rotary_dim=dim)
-    x = randn(3, 13, 5, 16)
+    x = randn(2, 5, 3, 16)
     assert turns.supports(x, cos, sin)
     tables = {"cos": cos, "sin": sin, "layout": layout}
     ours, theirs = (partial(f, **tables) for f in (turns.rotary, apply_rotary_reference))
     assert_agree(ours, theirs, x)
     # A slice of a wider projection has non-contiguous rows. A rotation keeps lengths.
-    wide = randn(3, 13, 9, 16, seed=1)[:, :, 2:7]
+    wide = randn(2, 5, 7, 16, seed=1)[:, :, 2:5]
     y = ours(wide)
     assert_close(y, theirs(wide), atol=2e-6, rtol=1e-5)
     assert_close(y.norm(dim=-1), wide.norm(dim=-1))

@@ -47,14 +47,8 @@ def test_kernel_cases_pass_in_the_interpreter(name: str) -> None:
 
 @needs_triton
 def test_kernels_compile_and_fit_shared_memory(tmp_path: Path) -> None:
-    done = run_python(str(CASES / "compile_offline.py"), "80", "90", TRITON_CACHE_DIR=str(tmp_path))
+    done = run_python(str(CASES / "compile_offline.py"), "90", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-
-
-@needs_triton
-def test_kernel_benchmark_check_passes() -> None:
-    done = run_python(BENCHMARK, "--check", TRITON_INTERPRET="1")
-    assert done.returncode == 0 and done.stdout.count("agrees") == 7, done.stdout + done.stderr
 
 
 def test_import_loads_neither_triton_nor_dynamo() -> None:

@@ -18,7 +18,6 @@ from whorl.machine.process import Channel, Child
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.lm.objective import LMObjective
 from whorl.train.lm.pretrain import pretrain
-from whorl.train.metrics.validation import Validator
 from whorl.train.resilience.preemption import PreemptedError
 
 
@@ -55,7 +54,7 @@ def fill_disk(channel: Channel, tokens: Path, scratch: Path) -> None:
                     resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
     try:
-        pretrain(job(tokens, steps=40, replicas=2), scratch, Filling(), checkpoint_seconds=0.0)
+        pretrain(job(tokens, steps=12, replicas=2), scratch, Filling(), checkpoint_seconds=0.0)
     except DiskFullError as error:
         channel.send(str(error))
 
@@ -67,22 +66,21 @@ def train_for_long(channel: Channel, tokens: Path, scratch: Path) -> None:
     pretrain(job(tokens, replicas=2, serial_loader=False, steps=2000), scratch, notes)
 
 
-def train_with_slow_phase(channel: Channel, tokens: Path, scratch: Path, phase: str, after: int) -> None:
-    """Train; the step or the validation ("look") that comes `after` others sends "slow" and takes a minute.
+def train_with_slow_phase(channel: Channel, tokens: Path, scratch: Path) -> None:
+    """Train; the step that comes after 25 others sends "slow" and takes a minute.
 
     SIGTERM ends it with the error's text and its exit code.
     """
-    owner: Any = {"step": LMObjective, "look": Validator}[phase]
-    plain, calls = owner.__call__, [0]
+    plain, calls = LMObjective.__call__, [0]
 
     def call(*args: Any) -> Any:
         calls[0] += 1
-        if calls[0] > after:
+        if calls[0] > 25:
             channel.send("slow")
             time.sleep(60)
         return plain(*args)
 
-    owner.__call__ = call
+    LMObjective.__call__ = call  # type: ignore[method-assign]
     wanted = job(tokens, replicas=2, serial_loader=False, steps=60, evaluations=6)
     try:
         pretrain(wanted, scratch, Notes(), checkpoint_seconds=1e9, folder=scratch / "watch")

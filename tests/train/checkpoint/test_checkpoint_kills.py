@@ -98,7 +98,7 @@ def test_writer_death_raises(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="no such limit here")
 def test_disk_full_stops_run_and_resume_is_exact(tokens: Path, tmp_path: Path) -> None:
-    wanted = job(tokens, steps=40, replicas=2)
+    wanted = job(tokens, steps=12, replicas=2)
     undisturbed = train(wanted, tmp_path / "a")
     child = start("fill_disk", tokens, tmp_path / "b")
     assert "no space left" in child.channel.recv() and child.wait(60) == 0
@@ -107,4 +107,4 @@ def test_disk_full_stops_run_and_resume_is_exact(tokens: Path, tmp_path: Path) -
     assert found is not None and 4 <= found.step <= 5
     messages: list[str] = []
     assert_equal(undisturbed, train(wanted, tmp_path / "b", log=messages.append))
-    assert f"continues at step {found.step} of 40" in messages[0]
+    assert f"continues at step {found.step} of 12" in messages[0]

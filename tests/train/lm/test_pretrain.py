@@ -32,14 +32,6 @@ def test_pretrain_serial_loader_equals_process(tokens: Path, tmp_path: Path) -> 
     assert_equal(train(job(tokens), tmp_path / "a"), process)
 
 
-def test_pretrain_resume_is_bit_exact(tokens: Path, tmp_path: Path) -> None:
-    undisturbed, messages = train(job(tokens), tmp_path / "a"), list[str]()
-    notes = train_notes(job(tokens), tmp_path / "b", stop_after=5, checkpoint_seconds=0.0)
-    assert notes.checkpoints[-1] == 5
-    assert_equal(undisturbed, train(job(tokens), tmp_path / "b", log=messages.append))
-    assert any("continues at step 5 of 12" in line for line in messages)
-
-
 def test_pretrain_raw_text_learns_and_resumes_exactly(tokens: Path, tmp_path: Path) -> None:
     wanted = job(tokens, stream=raw_text(tokens, tmp_path), steps=30)
     notes = Notes()

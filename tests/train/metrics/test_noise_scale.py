@@ -20,7 +20,7 @@ from whorl.train.learner.update import MicroBatch, Update, all_adamw
 from whorl.train.metrics import layer_stats as figures
 from whorl.train.metrics.noise_scale import NoiseScale, unbiased_estimates
 
-CUTS = {"2 x 16": [16, 16], "8 x 4": [4] * 8, "32 x 1": [1] * 32, "unequal": [3, 9, 20]}
+CUTS = {"2 x 16": ([16, 16], 3000), "8 x 4": ([4] * 8, 1000), "unequal": ([3, 9, 20], 2000)}  # parts, batches
 
 
 def looked_at(rows: Tensor, cut: Sequence[int], count: int) -> tuple[float, float]:
@@ -39,7 +39,7 @@ def test_noise_scale_is_unbiased_for_any_split(name: str) -> None:
 
     So the estimate of the trace has variance 2 tr(S S) / (k - 1). The tolerance is four standard errors.
     """
-    batches, rows, width, count = 3000, 32, 12, 7
+    (cut, batches), rows, width, count = CUTS[name], 32, 12, 7
     draw = generator(0, "noise", name)
     mean = torch.linspace(-0.4, 0.6, width, dtype=torch.float64)
     spread = torch.linspace(0.2, 1.4, width, dtype=torch.float64)  # anisotropic
@@ -48,9 +48,9 @@ def test_noise_scale_is_unbiased_for_any_split(name: str) -> None:
     found = []
     for _ in range(batches):
         gradients = mean + spread * torch.randn(rows, width, generator=draw, dtype=torch.float64)
-        found.append(looked_at(gradients, CUTS[name], count))
+        found.append(looked_at(gradients, cut, count))
     traces, squares = torch.tensor(found, dtype=torch.float64).mean(dim=0).tolist()
-    k = len(CUTS[name])
+    k = len(cut)
     error_trace = math.sqrt(2 * twice / (k - 1) / batches)
     of_mean = 4 * float((mean * spread).square().sum()) / rows + 2 * twice / tokens**2  # variance of |g|^2
     error_square = math.sqrt((of_mean + 2 * twice / (k - 1) / tokens**2) / batches)

@@ -117,7 +117,12 @@ def test_profile_experts_and_packed_rows(tokens: Path, tmp_path: Path) -> None:
 
 def test_profile_names_kernels_of_a_compiled_step(tmp_path: Path) -> None:
     wide = Job(
-        tokens="", model=decoder_config(64, 1, 256), seq_len=128, batch_size=4, steps=1000, dtype="float32"
+        tokens="",
+        model=decoder_config(64, 1, 256, ngram_orders=()),
+        seq_len=128,
+        batch_size=4,
+        steps=1000,
+        dtype="float32",
     )
     found = profile(wide, tmp_path / "t.json.gz", steps=3)
     plain = profile(wide.model_copy(update={"compile": False}), tmp_path / "u.json.gz", steps=2)

@@ -11,7 +11,7 @@ The subtle part is Whorl's own tokenizers, whose pattern llama.cpp lacks: a run 
 with Llama 3's). Only "superbpe" splits at digits alone. With it, the order of merges replaces the pattern: merges of signs
 and blanks never meet those of letters within a piece, so they can all come first. Then " = " is complete before its last
 blank can join the next word. 98 of 100 tokens agree in Python source and prose, and 81 in lists of long numbers. The rest
-costs a small model 0.2 % more bits per byte of source (`bench/models/gguf_export.py`), and a warning reports it. The
+costs a small model 0.2 % more bits per byte of source, and a warning reports it. The
 differences: numbers of more than three digits, split from the end instead of the start, and runs of signs before a word.
 Input as token ids is exact.
 

@@ -10,8 +10,6 @@ less, so it stays within the budget and recomputes at most one block more than n
 
 Functorch's `activation_memory_budget` is not used: it has no effect in eager mode, is a fraction rather than bytes, and
 at 0.7 it kept 0.57. The compiler also handles checkpointed blocks, with the same bytes as in eager mode.
-
-    python bench/train/activation_memory.py        bytes against time, for several budgets
 """
 
 from __future__ import annotations
