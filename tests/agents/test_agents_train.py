@@ -18,7 +18,7 @@ from whorl.agents.networks import ActorCritic
 from whorl.agents.registration import make_env
 from whorl.agents.rollout import Actor, rollout_spec
 from whorl.agents.train import TrainingProgress, evaluate, train
-from whorl.errors import CheckpointError, ConfigError, ProducerError
+from whorl.errors import ConfigError, ProducerError
 from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, SlotRing
 from whorl.train.learner.loop import StopTraining
 
@@ -134,15 +134,6 @@ def test_train_rejects_bad_config() -> None:
         make_config("ppo", "CartPole-v1", minibatches=1000)
 
 
-def test_failing_actor_raises_with_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment, _, board = make_board("CartPole-v1", 2)
-    ring = SlotRing(rollout_spec(environment, 3), 1)
-    wrong = Actor("CartPole-v1", 3, (8,), 0)  # three copies, but the slot has space for two
-    producers = [ProducerProcess(ring, wrong, board=board)]
-    with pytest.raises(ProducerError, match="Traceback"), FIFOReader(ring, producers) as reader:
-        next(reader)
-
-
 class _Crash(Exception):
     pass
 
@@ -157,9 +148,8 @@ def crash_at(steps: int) -> Observer:
     return observe
 
 
-@pytest.mark.parametrize("algorithm", ["a2c", "ppo"])
-def test_resumed_run_equals_uninterrupted_run(algorithm: str, tmp_path: Path) -> None:
-    config = make_config(algorithm, "CartPole-v1", steps=3000, hidden=(16,))
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path) -> None:
+    config = make_config("ppo", "CartPole-v1", steps=3000, hidden=(16,))
     straight, parts, messages = list[float](), list[float](), list[str]()
     whole = train(config, lambda progress, _: straight.append(progress.mean_return))
     resumable = partial(train, config, scratch=tmp_path, log=messages.append)
@@ -179,13 +169,6 @@ def test_resumed_async_run_starts_new_episodes(tmp_path: Path) -> None:
     steps: list[int] = []
     train(config, lambda progress, _: steps.append(progress.steps), scratch=tmp_path)
     assert steps[0] == 1536 + config.rollout_steps and steps[-1] >= 3000
-
-
-def test_resume_rejects_other_settings(tmp_path: Path) -> None:
-    config = make_config("a2c", "CartPole-v1", steps=1000, hidden=(16,))
-    train(config, scratch=tmp_path, checkpoint_seconds=0.0)
-    with pytest.raises(CheckpointError, match="learning_rate differs"):
-        train(config.model_copy(update={"learning_rate": 0.5}), scratch=tmp_path)
 
 
 def test_killed_actor_raises_and_leaves_no_process() -> None:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +61,9 @@ def test_warning_is_one_line_without_source() -> None:
     assert done.stderr == "whorl: warning: decoding by torch\n"
 
 
-def test_help_is_fast_and_imports_no_torch() -> None:
-    seconds = []
-    for _ in range(3):
-        began = time.monotonic()
-        output, modules = imported_modules("--help")
-        seconds.append(time.monotonic() - began)
+def test_help_imports_no_large_package() -> None:
+    output, modules = imported_modules("--help")
     assert modules == "[]" and "whorl run quickstart" in output
-    assert min(seconds) < 1.5  # about 0.1 s on an idle machine
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -168,22 +168,6 @@ def test_curate_funnel_adds_up(stdlib: CorpusOf) -> None:
     assert funnel[-1] == {"stage": "train", "documents": train["documents"], "bytes": train["bytes"]}
 
 
-def test_planted_near_duplicates_stay_in_one_split(tmp_path: Path) -> None:
-    rng, texts = random.Random(0), random_texts(150)
-    planted = list(texts)[:50]
-    for name in planted:
-        words = texts[name].split(" ")
-        words[rng.randrange(len(words))] = "changed"
-        texts[f"copies/{name}"] = " ".join(words)
-    for seed in range(3):
-        split = {
-            r["path"]: r["split"]
-            for r in CorpusOf(tmp_path / str(seed), texts, seed=seed, near_duplicates="keep").rows()
-        }
-        assert Counter(split.values())["test"] >= 3
-        assert all(split[name] == split[f"copies/{name}"] for name in planted)
-
-
 def test_exact_duplicates_keep_only_the_first(tmp_path: Path) -> None:
     texts = random_texts(40)
     copies = {f"z{i}.txt": texts["0007.txt"] for i in range(3)}
@@ -212,12 +196,6 @@ def test_split_is_stable_when_corpus_grows(tmp_path: Path) -> None:
     before, after = ({d.path for d in made.corpus.documents("test")} for made in (small, grown))
     assert len(before & after) >= len(before) / 2
     assert len(before) < 20  # an independent draw of 20 from 220 would share two
-
-
-def test_held_out_respects_max_fraction(tmp_path: Path) -> None:
-    splits = CorpusOf(tmp_path, random_texts(60, seed=5)).summary["splits"]
-    total = sum(s["bytes"] for s in splits.values())
-    assert all(0 < splits[name]["bytes"] <= 0.1 * total for name in ("test", "validation"))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -304,16 +282,6 @@ def test_corpus_rejects_selection_of_other_corpus(tmp_path: Path) -> None:
     a, b = CorpusOf(tmp_path / "a", random_texts(40)), CorpusOf(tmp_path / "b", random_texts(41))
     with pytest.raises(DataError, match="a selection of 41 documents"):
         Corpus(a.ingest, b.curate)
-
-
-def test_text_attributes_of_known_text() -> None:
-    found = text_attributes("ab 12\n\n  éé\nab 12".encode(), 16)
-    assert (found["n_bytes"], found["n_characters"], found["n_lines"]) == (19, 16, 4)
-    assert (found["mean_line_length"], found["max_line_length"]) == (4.0, 6)
-    fractions = {"alnum": 1.0, "digit": 4 / 12, "non_ascii": 4 / 12, "space": 7 / 19}
-    assert {name: found[f"{name}_fraction"] for name in fractions} == fractions
-    assert found["repeated_line_fraction"] == pytest.approx(1 / 3)
-    assert text_attributes(b"", 0)["n_lines"] <= 1
 
 
 @pytest.mark.parametrize(

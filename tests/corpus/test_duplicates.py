@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +31,7 @@ from whorl.corpus.deduplication.near import verify as verifying
 from whorl.corpus.deduplication.near.minhash import band_keys, minhash_signature_reference, minhash_signatures
 from whorl.corpus.deduplication.near.stages import find_clusters
 from whorl.corpus.deduplication.shingles import jaccard_similarity
-from whorl.corpus.mapreduce import LocalPool, RayTasks, UnitStore
+from whorl.corpus.mapreduce import LocalPool, UnitStore
 from whorl.errors import ConfigError
 
 TEXT = st.builds(
@@ -316,42 +311,3 @@ def test_many_equal_documents_leave_one(tmp_path: Path) -> None:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.glob("[!.]*/*"))}
-
-
-def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
-    files = write(tmp_path / "in", corpus())
-    for workers in (1, 2, 3):
-        run(files, tmp_path / f"units{workers}", LocalPool(workers, isolate=True))
-        assert contents(tmp_path / f"units{workers}") == contents(tmp_path / "units1")
-
-
-@pytest.mark.xdist_group("ray")
-def test_ray_writes_the_same_bytes_as_the_pool(tmp_path: Path, ray_cluster: Any) -> None:
-    files = write(tmp_path / "in", corpus())
-    run(files, tmp_path / "local")
-    for workers in (1, 2, 3):
-        run(files, tmp_path / f"ray{workers}", RayTasks(workers))
-        assert contents(tmp_path / f"ray{workers}") == contents(tmp_path / "local")
-
-
-def test_kill_and_resume_with_other_workers_is_identical(tmp_path: Path) -> None:
-    files = write(tmp_path / "in", corpus(), 8)
-    run(files, tmp_path / "whole")
-    script = (
-        "import sys; from pathlib import Path; from tests.corpus.test_duplicates import run, LocalPool\n"
-        "run(sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]), LocalPool(int(sys.argv[3]), isolate=True))"
-    )
-    generator, units = random.Random(5), tmp_path / "units"
-    for workers in (1, 2, 3):
-        job = subprocess.Popen(
-            [sys.executable, "-c", script, tmp_path / "in", units, str(workers)], start_new_session=True
-        )
-        goal = len(list(units.glob("[!.]*"))) + generator.randrange(1, 6)
-        end = time.monotonic() + 30
-        while len(list(units.glob("[!.]*"))) < goal and job.poll() is None and time.monotonic() < end:
-            time.sleep(0.002)
-        with suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
-    run(files, units, LocalPool(2, isolate=True))
-    assert contents(units) == contents(tmp_path / "whole")

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from whorl.corpus import CurateConfig, curate
 from whorl.corpus.documents import document_schema
 from whorl.corpus.mapreduce import LocalPool, UnitStore
-from whorl.corpus.measures import Columns, Measure, MeasureConfig, Texts, measure_files, measure_texts
+from whorl.corpus.measures import Columns, Measure, MeasureConfig, Texts, measure_files
 from whorl.corpus.measures import run as run_module
 from whorl.errors import ConfigError, DataError
 from whorl.tracking.progress import Progress
@@ -153,8 +153,3 @@ def test_measure_of_wrong_length_or_unknown_name(tmp_path: Path) -> None:
         measure_files(config, files, UnitStore(tmp_path / "units"), LocalPool())
     with pytest.raises(ValidationError, match="did you mean"):
         CurateConfig(measures=["txt"])
-
-
-def test_measure_texts_is_a_plain_function() -> None:
-    (found,) = measure_texts("text", ["ab 12\n\n  éé\nab 12"])
-    assert (found["n_bytes"], found["n_lines"], found["max_line_length"]) == (19, 4, 6)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from whorl.corpus import Corpus, CurateConfig, IngestConfig, curate, document_files, ingest
 from whorl.corpus.mixture import CorpusMixture, MixConfig, _pieces, make_mixture, mean_shares, mixture_shares
 from whorl.errors import ConfigError, DataError
-from whorl.recipes import load_recipe, parse_recipe, run_recipe
+from whorl.recipes import parse_recipe, run_recipe
 from whorl.store import Store
 from whorl.tokens.stream import Mixture as StreamMixture
 from whorl.tokens.stream import StreamConfig
@@ -228,10 +228,3 @@ def test_midtrain_continues_a_model_on_the_mixture(corpus: tuple[Path, Path], tm
     assert losses[1][0] < losses[0][0] - 0.05  # it starts from the trained weights, not from new ones
     with pytest.raises(ConfigError, match="rows of 99999 positions"):
         run(["midtrain.data.seq_len=99999"])
-
-
-def test_mid_training_reuses_the_quickstart() -> None:
-    """The steps up to pretraining are those of the quickstart, so their artifacts are looked up."""
-    ready, quick = load_recipe("mid-training"), load_recipe("quickstart")
-    for name in ("ingest", "curate", "plan", "tokenizer", "tokens", "pretrain"):
-        assert ready.steps[name] == quick.steps[name]

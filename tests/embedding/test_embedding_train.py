@@ -186,14 +186,6 @@ def test_learning_rate_follows_the_schedule(topics: Path) -> None:
         train_embedder(job(topics, train={"schedule": {"warmup_steps": 13}}))
 
 
-def test_training_repeats_bit_for_bit(topics: Path) -> None:
-    made = job(topics, steps=4)
-    assert same(weights(made), weights(made))
-    assert not same(weights(made), weights(made.model_copy(update={"seed": 1})))
-    half = job(topics, steps=4, dtype="bfloat16")
-    assert same(weights(half), weights(half)) and not same(weights(half), weights(made))
-
-
 def test_training_resumes_bit_for_bit(topics: Path, tmp_path: Path) -> None:
     made, lines = job(topics, optimizer="adamw"), list[str]()
     (observe, straight), (crash, _), (observe_rest, rest) = recorder(), recorder((5, 9)), recorder()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -406,55 +403,6 @@ def test_unwritable_store_is_refused_before_work(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be written"):
         run(GOOD, Store(tmp_path / "file"))
     assert calls == []
-
-
-SLOW = """\
-import sys, time
-from pydantic import create_model
-from whorl.recipes import StepContext, StepKind, parse_recipe, run_recipe
-from whorl.tracking.progress import Progress
-from whorl.store import Store
-
-def slow(ctx, config):
-    done = ctx.scratch / "done"
-    start = int(done.read_text()) if done.exists() else 0
-    print("from", start, flush=True)
-    for step in range(start, 20):
-        temporary = ctx.scratch / "temporary"
-        temporary.write_text(str(step + 1))
-        temporary.replace(done)
-        time.sleep(0.05)
-    (ctx.out / "out").write_text("whole")
-
-kinds = {"slow": StepKind("slow", "x", create_model("Config"), {}, 1, "Sleeps.", slow, None)}
-recipe = parse_recipe("[steps.slow]", "slow.toml", kinds=kinds)
-print(run_recipe(recipe, Store(sys.argv[1]), Progress()).artifacts["slow"].address, flush=True)
-"""
-
-
-def start(store: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", SLOW, store], stdout=subprocess.PIPE, text=True)
-
-
-def test_killed_run_continues_from_scratch_folder(tmp_path: Path) -> None:
-    process = start(tmp_path)
-    assert process.stdout is not None
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("scratch/*/done")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.2)
-    process.kill()
-    process.communicate(timeout=60)
-    output, _ = start(tmp_path).communicate(timeout=60)
-    resumed = int(output.split("from ")[1].split()[0])
-    assert resumed > 0 and "continues after an interruption" in output
-
-
-def test_concurrent_runs_share_work(tmp_path: Path) -> None:
-    outputs = [process.communicate(timeout=60)[0] for process in (start(tmp_path), start(tmp_path))]
-    assert sum("from 0" in output for output in outputs) == 1, outputs
-    assert outputs[0].splitlines()[-1] == outputs[1].splitlines()[-1]
-    assert sum("waiting for process" in output for output in outputs) <= 1
 
 
 def test_replicas_belong_to_a_deterministic_address(monkeypatch: pytest.MonkeyPatch) -> None:

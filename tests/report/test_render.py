@@ -30,7 +30,6 @@ from whorl.report.induction_onset import (
     InductionPoint,
     find_induction_onset,
     find_loss_drop,
-    smooth,
 )
 from whorl.report.render import to_html
 from whorl.report.stages import stage_curves
@@ -263,12 +262,6 @@ def test_find_loss_drop_locates_drop(n: int, where: float) -> None:
 def test_find_loss_drop_ignores_smooth_curve(n: int) -> None:
     # The decay of the learning rate lowers the loss at the end; this does not count.
     assert find_loss_drop(_points(n, None)) is None
-
-
-def test_smooth_does_not_shift() -> None:
-    ramp = [float(i) for i in range(200)]
-    assert smooth(ramp, 5)[50:150] == pytest.approx(ramp[50:150], abs=0.05)
-    assert smooth([3.0] * 9, 2) == pytest.approx([3.0] * 9)
 
 
 # Charts and numbers

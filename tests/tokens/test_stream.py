@@ -53,16 +53,6 @@ def same(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> 
     return len(a) == len(b) and all(torch.equal(x[n], y[n]) for x, y in zip(a, b, strict=True) for n in x)
 
 
-def test_source_reads_suffixes_of_its_formats(folder: Path, tmp_path: Path) -> None:
-    renamed = tmp_path / "a.records"
-    renamed.write_bytes((folder / "a.jsonl").read_bytes())
-    source = Source([str(renamed)], formats={".records": "jsonl"})
-    rows = read(stream(config(folder, sources=[source])), 5)
-    assert same(rows, read(stream(config(folder, "a")), 5))
-    with pytest.raises(ConfigError, match="no supported suffix"):
-        stream(config(folder, sources=[Source([str(renamed)])]))
-
-
 def test_rows_do_not_depend_on_workers(folder: Path) -> None:
     line = read(stream(config(folder)), 25)
     for workers in (1, 3):

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -146,18 +145,6 @@ def test_special_tokens_match_longest_first(text: str, ids: list[str]) -> None:
     assert T.encode(text, allow_special=True).tolist() == expected
 
 
-def test_document_stands_between_distinct_ids() -> None:
-    assert len({T.bos_id, T.eos_id, T.pad_id}) == 3
-    document = T.encode_document("x")
-    assert document[0] == T.bos_id and document[-1] == T.eos_id
-
-
-def test_encode_batch_matches_encode() -> None:
-    lines = Path(__file__).read_text().splitlines()
-    for one, many in zip(map(T.encode, lines), T.encode_batch(lines, threads=2), strict=True):
-        assert np.array_equal(one, many)
-
-
 @settings(max_examples=200, deadline=None)
 @given(texts, texts)
 @example("", "x")
@@ -254,11 +241,6 @@ def test_pattern_is_saved_and_loaded(pattern: str, tmp_path: Path) -> None:
     for text in (CODE, "a  b\n\n c 12345 d.e", "it's"):
         ids = tokenizer.encode(text).tolist()
         assert again.encode(text).tolist() == ids == core.encode(text, add_special_tokens=False).ids
-
-
-def test_own_pattern_uses_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretokens, "compile_pattern", None)
-    assert pretokens.split_pretokens("a b", T.pattern) == ["a", " b"]
 
 
 def test_patterns_that_cannot_be_used_are_named() -> None:

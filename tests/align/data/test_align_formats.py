@@ -246,22 +246,6 @@ def test_fields_of_other_rows_are_absent_in_columnar_files(tmp_path: Path) -> No
     assert kept.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": None}
 
 
-def test_damaged_files_give_records_before_damage(tmp_path: Path) -> None:
-    rows = [{"prompt": "p" * 50, "completion": str(i * 7919)} for i in range(2000)]
-    raw = gzip.compress(write(tmp_path / "x.jsonl", *rows).read_bytes())
-    (tmp_path / "cut.jsonl.gz").write_bytes(raw[: len(raw) // 2])
-    quarantine = Quarantine()
-    found = [p.completion for p in data.pairs(tmp_path / "cut.jsonl.gz", quarantine)]
-    assert 0 < len(found) < 2000 and found == [row["completion"] for row in rows[: len(found)]]
-    assert set(quarantine.counts) <= {"damaged", "bad_json"} and quarantine.counts["damaged"] == 1
-
-    table = tmp_path / "t.parquet"
-    pq.write_table(pa.table({"prompt": ["p"] * 300, "completion": ["c"] * 300}), table)
-    table.write_bytes(table.read_bytes()[: table.stat().st_size // 2])
-    with pytest.raises(DataError, match="no usable record"):
-        list(data.pairs(table, Quarantine()))
-
-
 LONG = b'{"a": "' + b"x" * 99 + b'"}'
 LINES = st.sampled_from([b"", b" ", b"{}", b'{"a": 1}', b"[]", b"\xff", b"{", LONG])
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whorl.align.data.arithmetic import LEVELS, Arithmetic, ArithmeticProblem, hash_draws, written_solution
+from whorl.align.data.arithmetic import LEVELS, Arithmetic, ArithmeticProblem, written_solution
 from whorl.errors import ConfigError, DataError
 
 EVERY = dict.fromkeys(range(len(LEVELS)), 1.0)
@@ -109,12 +108,6 @@ def test_arithmetic_rejects_invalid_arguments() -> None:
             Arithmetic(0, weights)
     with pytest.raises(ConfigError, match="held_out_fraction"):
         Arithmetic(0, held_out_fraction=1.0)
-
-
-def test_hash_draws_are_uniform() -> None:
-    draws = hash_draws(0, np.arange(4096, dtype=np.uint64), 0, 4)
-    assert abs(np.unpackbits(draws.view(np.uint8)).mean() - 0.5) < 0.005
-    assert len(np.unique(draws)) == 4 * 4096
 
 
 def test_digit_by_digit_solution_is_correct() -> None:

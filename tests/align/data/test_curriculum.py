@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whorl.align.data.curriculum import Curriculum, CurriculumRule, informative, resample
+from whorl.align.data.curriculum import Curriculum, CurriculumRule, resample
 from whorl.errors import ConfigError, DataError
 
 RULES: tuple[CurriculumRule, ...] = get_args(CurriculumRule)
@@ -121,10 +121,6 @@ def test_curriculum_rejects_invalid_input() -> None:
     for task, rate, tried in ((2, 0, 1), (-1, 0, 1), (0, 2, 1), (0, -1, 1), (0, math.nan, 1), (0, 0, -1)):
         with pytest.raises(ValueError, match="pass rate"):
             curriculum.update(task, rate, tried)
-
-
-def test_informative_needs_different_rewards() -> None:
-    assert informative([0, 1]) and not informative([1, 1]) and not informative([]) and not informative([0.0])
 
 
 def test_resample_fills_up_and_stops_at_max_rounds() -> None:

@@ -85,11 +85,10 @@ def test_on_policy_texts_follow_prompts() -> None:
     assert all((ids in given) != own for ids, own in whole)
 
 
-@pytest.mark.parametrize(("own", "refresh"), [(0.0, 1), (0.5, 2)])
-def test_resume_gives_same_bits(tmp_path: Path, own: float, refresh: int) -> None:
+def test_resume_gives_same_bits(tmp_path: Path) -> None:
     def train(**rest: Any) -> tuple[PolicyModel, Any]:
         network = network_of()
-        options = {"on_policy_fraction": own, "sync_every": refresh, "epochs": 3.0, "divergence": "reverse"}
+        options = {"on_policy_fraction": 0.5, "sync_every": 2, "epochs": 3.0, "divergence": "reverse"}
         return network, learn(network, model_of(0), some_texts(16), **options, **rest)
 
     check_resume(train, tmp_path, kill=5)

@@ -7,14 +7,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from tests.support.align.byte_model import decoder
-from tests.support.align.kill_at_step import check_replicas, check_resume
 from tests.support.align.rl_policies import SMALL, tasks, train
 from tests.support.align.text_envs import ShortReplies, config_of
 from tests.support.configs import updated
@@ -235,20 +233,6 @@ def test_log_probs_agree_across_turns(chat: bool, folder: Path, tmp_path: Path) 
         texts = [bytes(i for i in t[m].tolist() if i < 256) for t, m in zip(targets, mask, strict=True)]
         assert not any(b"tool\n" in text for text in texts)
         assert (experience.turns > 1).any() and (mask.sum(1) == experience.length).all()
-
-
-def test_resume_with_environment_gives_same_bits(folder: Path, tmp_path: Path) -> None:
-    config = changed(config_of("Echo"), algorithm="ppo", update={"epochs": 2})
-    check_resume(partial(train, folder, config, worker_class=ShortReplies), tmp_path, kill=3)
-
-
-def test_replicas_agree_with_environment(folder: Path) -> None:
-    def run(n: int) -> Any:
-        config = changed(config_of("Echo"), run={"replicas": n})
-        return train(folder, config, worker_class=ShortReplies)[:2]
-
-    history = check_replicas(run)
-    assert history[-1]["turns/mean"] > 1
 
 
 def test_worker_process_runs_environment(folder: Path) -> None:

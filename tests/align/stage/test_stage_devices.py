@@ -101,7 +101,7 @@ def test_stage_keeps_tensors_on_device(stage: str, folder: Path, monkeypatch: py
     assert relative_distance(found, wanted) <= within
 
 
-RESUMED = ("sft", "kto", "ppo", "distil-on-policy")
+RESUMED = ("kto", "ppo")
 
 
 def check_resume(stage: str, folder: Path, scratch: Path, device: str, within: dict[str, float]) -> None:

@@ -80,7 +80,3 @@ def test_line_blocks_are_equal_and_long_lines_stay(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
     monkeypatch.setattr(lines.TextBlock, "blocks", lambda self: whole(self, 64))
     assert deduplicate_lines(texts).texts == ["x" * 90, "ab\ncd", "x" * 90, "zz"]
-
-
-def test_lines_with_lone_surrogates_are_compared() -> None:
-    assert deduplicate_lines(["a\ud800\nb", "a\ud800\na\udc00"]).texts == ["a\ud800\nb", "a\udc00"]

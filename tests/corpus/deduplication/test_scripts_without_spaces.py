@@ -65,15 +65,6 @@ def test_near_copies_are_found_in_each_language(tmp_path: Path, language: str) -
     assert found["dropped"]["near_duplicate"]["documents"] == N_COPIES
 
 
-def test_filters_keep_chinese_pages_and_report_it(tmp_path: Path) -> None:
-    texts = [*texts_of("Chinese")[:N_DOCUMENTS], "A short page of English. " * 2]
-    found = curated(tmp_path, texts, filters=list(FILTERS), near_duplicates="keep")
-    assert found["without_spaces"] == N_DOCUMENTS
-    assert found["dropped"] == {"gopher_quality:short": {"documents": 1, "bytes": len(texts[-1])}} or (
-        found["dropped"]["too_short"]["documents"] == 1
-    )
-
-
 @pytest.mark.parametrize("language", ["Chinese", "Japanese", "Thai"])
 def test_rules_of_words_are_skipped_without_spaces(language: str) -> None:
     text = texts_of(language)[0]

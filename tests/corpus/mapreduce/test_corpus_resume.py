@@ -1,4 +1,4 @@
-"""What runs again: after a kill with another number of workers, and after a change of one file of a thousand."""
+"""What runs again: after a kill with another number of workers, and after a change of one file of 300."""
 
 from __future__ import annotations
 
@@ -51,16 +51,14 @@ def run(data: Path, out: Path, units: Path) -> Counter[str]:
     return executor.ran
 
 
-def test_one_changed_file_of_a_thousand_runs_its_units_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules[ingest.__module__], "BLOCK_BYTES", 20_000)
-    monkeypatch.setattr(stages, "RECORDS_PER_PARTITION", 1000)  # 32 partitions of the bands' keys
+def test_one_changed_file_runs_its_units_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[ingest.__module__], "BLOCK_BYTES", 7_000)
+    monkeypatch.setattr(stages, "RECORDS_PER_PARTITION", 300)  # 32 partitions of the bands' keys
     partitions = 32
     data, units, rng = tmp_path / "data", tmp_path / "units", random.Random(2)
     data.mkdir()
-    texts = [" ".join(rng.choices(WORDS, k=100)) for _ in range(1000)]
-    texts[700] = texts[200] + " and more"
+    texts = [" ".join(rng.choices(WORDS, k=100)) for _ in range(300)]
+    texts[250] = texts[200] + " and more"
     for number, text in enumerate(texts):
         (data / f"{number:04d}.txt").write_text(text)
     first = run(data, tmp_path / "first", units)
@@ -68,12 +66,12 @@ def test_one_changed_file_of_a_thousand_runs_its_units_again(
     assert blocks > 30 and first["measure_file"] == first["sign"] == blocks and first["join"] == partitions
     assert not run(data, tmp_path / "again", units)
 
-    words = texts[500].split(" ")
+    words = texts[150].split(" ")
     changed = " ".join([*words[:50], words[50][::-1], *words[51:]])
-    assert len(changed) == len(texts[500])
-    (data / "0500.txt").write_text(changed)
+    assert len(changed) == len(texts[150])
+    (data / "0150.txt").write_text(changed)
     config = MinHashConfig()
-    keys = band_keys(minhash_signatures([texts[500].encode(), changed.encode()], config), config)
+    keys = band_keys(minhash_signatures([texts[150].encode(), changed.encode()], config), config)
     touched = len(np.unique(keys >> np.uint64(64 - 5)))  # by the bands of the old and of the new text
     assert 8 < touched < partitions
     # One block is read, measured and signed. No document lost or gained a candidate, so no edge changed.
@@ -81,7 +79,7 @@ def test_one_changed_file_of_a_thousand_runs_its_units_again(
         "read_block": 1, "measure_file": 1, "sign": 1, "join": touched, "gather": 1,
     }  # fmt: skip
 
-    (data / "0500.txt").write_text(texts[200] + " and less")  # now a copy
+    (data / "0150.txt").write_text(texts[200] + " and less")  # now a copy
     found = run(data, tmp_path / "copy", units)
     assert found["read_block"] == found["measure_file"] == found["sign"] == found["remove"] == 1
     assert found["join"] < partitions and found["gather"] <= 3  # its own file, and those of the other copies

@@ -218,10 +218,7 @@ def test_query_gives_the_reasons_of_the_plain_functions() -> None:
         assert found[i] == ("empty" if not text else reasons[0] if reasons else "")
     assert [
         m.name for m in CurateConfig(filters=["c4", "fineweb"], measures=["language"]).measure_configs
-    ] == [
-        "language",
-        "rules",
-    ]
+    ] == ["language", "rules"]
 
 
 @pytest.mark.parametrize(

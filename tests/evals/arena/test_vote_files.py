@@ -16,12 +16,7 @@ from whorl.align.data.formats import to_preference
 from whorl.errors import ConfigError, DataError
 from whorl.evals.arena.arena_log import ArenaLog, Battle, BattleTurn
 from whorl.evals.arena.battles import CHOICES
-from whorl.evals.arena.contestants import (
-    open_contestant,
-    open_contestants,
-    parse_contestant,
-    read_prompts,
-)
+from whorl.evals.arena.contestants import open_contestant, open_contestants, parse_contestant, read_prompts
 from whorl.evals.arena.vote_files import (
     load_votes,
     parse_votes,

@@ -15,14 +15,7 @@ import pytest
 from tests.support.slots.processes import has_exited, wait_until
 
 from whorl.errors import ConfigError, DataError
-from whorl.evals.grading import (
-    GRADERS,
-    Grade,
-    VerifiableTask,
-    custom,
-    grade_tasks,
-    parse_graders,
-)
+from whorl.evals.grading import GRADERS, Grade, VerifiableTask, custom, grade_tasks, parse_graders
 from whorl.evals.grading.doctests import without_examples
 from whorl.registry import permit_code
 from whorl.sandbox import ResourceLimits, Sandbox

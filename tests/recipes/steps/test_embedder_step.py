@@ -1,4 +1,4 @@
-"""The step `embedder`: content of the artifact, skipped documents, SIGKILL during training, errors."""
+"""The step `embedder`: content of the artifact, skipped documents, errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.notes import write_notes
-from tests.support.recipes.align_steps import kill_run, logs_of, run_text
+from tests.support.recipes.align_steps import run_text
 
 from whorl.embedding.embedder import Embedder
 from whorl.errors import ConfigError, DataError
@@ -65,15 +65,6 @@ def test_embedder_artifact_content() -> None:
     metrics = [json.loads(line) for line in file.open()]
     assert [m["step"] for m in metrics] == list(range(1, 31))
     assert [m["step"] for m in metrics if "recall_at_1" in m] == [10, 20, 30]
-
-
-def test_killed_run_ends_with_same_weights() -> None:
-    whole = run_text(RECIPE)["embedder"]
-    kill_run(RECIPE, Path("killed"), "*/step-*")
-    again, log = run_text(RECIPE, store=Path("killed"))["embedder"], logs_of(Path("killed"))
-    assert "continues at step" in log and "documents skipped" in log
-    assert again.file("model.safetensors").read_bytes() == whole.file("model.safetensors").read_bytes()
-    assert again.summary["final"] == whole.summary["final"]
 
 
 @pytest.mark.parametrize(

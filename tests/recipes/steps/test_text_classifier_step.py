@@ -62,14 +62,13 @@ def load(folder: Path) -> TextClassifier:
     return TextClassifier.load(folder, Tokenizer.load(folder))
 
 
-def test_text_classifier_learns_on_three_seeds() -> None:
+def test_text_classifier_learns() -> None:
     """Chance is 1 of 3."""
-    made = [run_text(RECIPE, f"text_classifier.seed={seed}")["text_classifier"] for seed in range(3)]
-    accuracies = [float(*model.summary["eval"]["after"].values()) for model in made]
-    assert min(accuracies) >= 0.9, accuracies
-    assert max(float(*model.summary["eval"]["before"].values()) for model in made) < 0.6
-    assert made[0].summary["quarantine"] == {"accepted": 180, "bad_field": 1, "empty": 1}
-    model = load(made[0].path)
+    made = run_text(RECIPE)["text_classifier"]
+    before, after = (float(*made.summary["eval"][when].values()) for when in ("before", "after"))
+    assert before < 0.6 and after >= 0.9
+    assert made.summary["quarantine"] == {"accepted": 180, "bad_field": 1, "empty": 1}
+    model = load(made.path)
     assert model.classes == ("cold", "hot", "wet")
     found = model.classify(["the old road is near snow", "a house with rain"]).argmax(dim=1)
     assert found.tolist() == [0, 2]

@@ -1,4 +1,4 @@
-"""The steps of images: artifacts, reports, SIGKILL during training, errors."""
+"""The steps of images: artifacts, reports, errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from bench.vision._recipes import run_seed
 from bench.vision.digits import NETWORKS
 from tests.support.images import write_class_folders
-from tests.support.recipes.align_steps import kill_run, logs_of, run_text
+from tests.support.recipes.align_steps import run_text
 
 from whorl.errors import ConfigError, DataError
 from whorl.recipes import load_recipe
@@ -93,15 +93,6 @@ def test_classifier_from_a_folder_learns_and_reports() -> None:
         assert text in page, text
 
 
-def test_killed_classifier_ends_with_same_weights() -> None:
-    whole = run_text(CLASSES)["image_classifier"]
-    kill_run(CLASSES, Path("killed"), "*/step-*")
-    again = run_text(CLASSES, store=Path("killed"))["image_classifier"]
-    assert "continues at step" in logs_of(Path("killed"))
-    assert again.file("model.safetensors").read_bytes() == whole.file("model.safetensors").read_bytes()
-    assert again.summary["eval"] == whole.summary["eval"]
-
-
 def test_changed_image_gives_another_set() -> None:
     before = run_text(CLASSES)["images"]
     path = Path("shapes/left/0.png")
@@ -157,28 +148,12 @@ def test_labels_and_captions_are_not_confused() -> None:
         run_text(SCENES[: SCENES.index("[steps.clip]")] + classify)
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "bar"), [("resnet", 260, 0.95), ("vit", 400, 0.8), ("mixer", 200, 0.8)]
-)
-def test_classify_digits_learns_with_every_network(name: str, steps: int, bar: float, tmp_path: Path) -> None:
+def test_classify_digits_learns(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    sets = [setting for setting in NETWORKS[name] if ".steps" not in setting]
-    made = run_seed("classify-digits", 0, tmp_path, [*sets, f"classifier.steps={steps}"], "classifier")
+    sets = [setting for setting in NETWORKS["mixer"] if ".steps" not in setting]
+    made = run_seed("classify-digits", 0, tmp_path, [*sets, "classifier.steps=200"], "classifier")
     (accuracy,) = made["classifier"].summary["eval"]["after"].values()
-    assert accuracy >= bar
-
-
-def test_caption_scenes_learns_new_captions(tmp_path: Path) -> None:
-    """Chance is 1 of 112."""
-    made = run_seed(
-        "caption-scenes",
-        0,
-        tmp_path,
-        ["images.train_scenes=1500", "images.test_scenes=200", "clip.steps=200"],
-        "clip",
-    )
-    trained, new = made["clip"].summary["eval"]["after"].values()
-    assert trained > 0.4 and new > 0.1
+    assert accuracy >= 0.8
 
 
 def test_shipped_recipes_have_the_documented_steps() -> None:

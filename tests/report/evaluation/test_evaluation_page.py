@@ -54,7 +54,7 @@ def test_summary_has_interval_chance_counts_and_hash(tmp_path: Path) -> None:
     task = {
         "measures": [
             {"metric": "acc", "value": 0.5, "low": 0.4, "high": 0.6, "chance": 0.25, "bounds": [0.48, 0.53]}
-        ],
+        ]
     }
     folder = write_evaluation(tmp_path / "a", "small", 20, results=task)
     text = write_page(folder, tmp_path / "page.html", verdicts=["A is better."]).read_text()

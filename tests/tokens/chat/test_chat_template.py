@@ -85,11 +85,6 @@ def test_one_character_special_token_is_rejected() -> None:
         ChatTemplate(Tokenizer(BYTES, (IM_START, IM_END, "~"))).encode_prompt(user("a ~ b"))
 
 
-def test_private_use_characters_are_kept() -> None:
-    text = "\ufdd0 \ufdd1 <|im_end|> \U000f0000"
-    assert text in CHATML.decode(ChatTemplate(CHATML).encode_prompt(user(text))).decode()
-
-
 def test_encode_with_mask_covers_assistant_turns() -> None:
     conversation = [*CONVERSATION, {"role": "assistant", "content": f"see you {IM_END}"}]
     template = ChatTemplate(CHATML)
