@@ -57,14 +57,11 @@ def run_python(code: str, **variables: str) -> str:
 @pytest.mark.parametrize(
     "variables",
     [
-        {},
-        {"GOMP_SPINCOUNT": "7"},
-        {"OMP_WAIT_POLICY": "active"},
-        {"KMP_BLOCKTIME": "1"},
+        {}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}, {"KMP_BLOCKTIME": "1"},
         {"KMP_LIBRARY": "serial"},
     ],
     ids=lambda variables: next(iter(variables), "unset"),
-)
+)  # fmt: skip
 def test_import_sets_spin_count_unless_user_did(variables: dict[str, str]) -> None:
     default = None if variables else str(whorl.SPIN_COUNT)
     printed = run_python(f"import whorl; {PRINT_SPIN_COUNT}", **variables)

@@ -70,14 +70,8 @@ def test_judge_votes_over_prompts(tmp_path: Path) -> None:
 def test_serve_takes_votes_until_it_is_stopped(tmp_path: Path) -> None:
     with FakeEndpoint() as fake:
         command = [
-            sys.executable,
-            "-m",
-            "whorl.cli",
-            "arena",
-            "serve",
-            f"a={fake.url}#fake",
-            f"b={fake.url}#fake",
-        ]
+            sys.executable, "-m", "whorl.cli", "arena", "serve", f"a={fake.url}#fake", f"b={fake.url}#fake",
+        ]  # fmt: skip
         with subprocess.Popen(
             [*command, "--port", "0"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ
         ) as server:
@@ -121,16 +115,8 @@ def test_local_models_continue_texts(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("def f(\n")
     with FakeEndpoint() as fake:
         words = (
-            "--prompts",
-            "prompts.txt",
-            "--by",
-            f"{fake.url}#fake",
-            "-n",
-            3,
-            "--max-tokens",
-            8,
-            "--complete",
-        )
+            "--prompts", "prompts.txt", "--by", f"{fake.url}#fake", "-n", 3, "--max-tokens", 8, "--complete",
+        )  # fmt: skip
         printed = succeed(tmp_path, "arena", "judge", "model0", "b=model1", *words).output
     assert "3 votes" in printed
     with ArenaLog(tmp_path / "arena.sqlite") as log:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,18 @@ from whorl.store import Store
 from whorl.tracking.run import Run
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a store of two finished steps."""
-    write_notes(tmp_path)
-    succeed(tmp_path, "run", "tiny.toml", "--until", "curate")
-    return tmp_path
+    folder = write_notes(tmp_path_factory.mktemp("made"))
+    succeed(folder, "run", "tiny.toml", "--until", "curate")
+    return folder
+
+
+@pytest.fixture
+def home(made: Path, tmp_path: Path) -> Path:
+    """A copy of that folder."""
+    return shutil.copytree(made, tmp_path / "home")
 
 
 def test_version_needs_no_verb(tmp_path: Path) -> None:

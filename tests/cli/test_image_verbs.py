@@ -141,15 +141,17 @@ def test_wrong_models_and_options_are_refused(words: list[str], code: int, messa
     assert message in refuse(home, *words, code=code)
 
 
-@pytest.mark.parametrize("verb", [["classify", "classifier"], ["caption", "captioner"], ["embed", "clip"]])
 @pytest.mark.parametrize(
-    ("file", "message"),
-    [("notes.png", "(not_an_image)"), ("cut.png", "(damaged)"), ("none.png", "No such file"), (".", "Is a directory")],
+    ("verb", "model", "file", "message"),
+    [
+        ("classify", "classifier", "notes.png", "(not_an_image)"), ("caption", "captioner", "cut.png", "(damaged)"),
+        ("embed", "clip", "none.png", "No such file"), ("embed", "clip", ".", "Is a directory"),
+    ],
 )  # fmt: skip
-def test_file_that_is_no_image_is_named(verb: list[str], file: str, message: str, home: Path) -> None:
-    error = refuse(home, *verb, file, code=1)
+def test_file_that_is_no_image_is_named(verb: str, model: str, file: str, message: str, home: Path) -> None:
+    error = refuse(home, verb, model, file, code=1)
     assert file in error and message in error and "save the image again" in error
-    both = invoke(home, *verb, file, "top.png")
+    both = invoke(home, verb, model, file, "top.png")
     assert both.exit_code == 0 and f"skipped {file}" in both.stderr and "1 of 2 files skipped" in both.stderr
 
 

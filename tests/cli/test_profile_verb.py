@@ -43,14 +43,9 @@ def test_profile_prints_json_only(home: Path) -> None:
 def test_profile_prints_tables_and_trace(home: Path) -> None:
     printed = succeed(home, "profile", "tiny.toml", "--steps", 2, "--eager").stdout
     parts = (
-        "A step takes",
-        "Phases: data ",
-        "aten::mm",
-        "whorl: optimizer",
-        "of peak",
-        "others",
+        "A step takes", "Phases: data ", "aten::mm", "whorl: optimizer", "of peak", "others",
         "ui.perfetto.dev",
-    )
+    )  # fmt: skip
     assert not [part for part in parts if part not in printed], printed
     (trace,) = re.findall(r"trace: (\S+)", printed)
     assert Path(trace).exists()

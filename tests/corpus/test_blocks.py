@@ -5,15 +5,12 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from whorl.corpus.blocks import RawFiles
 from whorl.data.quarantine import Quarantine
@@ -45,18 +42,6 @@ def read_all(files: RawFiles) -> tuple[list[str], Quarantine]:
     return [t for b in range(len(files.blocks)) for t in files.texts(b, rejects)], rejects
 
 
-TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
-
-
-@given(st.lists(TEXT, min_size=1, max_size=30), st.integers(1, 200))
-@settings(max_examples=80, deadline=None)
-def test_jsonl_lines_are_read_once_at_any_block_size(texts: list[str], size: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_jsonl(Path(folder, "a.jsonl"), texts)
-        found, rejects = read_all(RawFiles([path], block_bytes=size))
-    assert found == texts and not len(rejects)
-
-
 @pytest.mark.parametrize("write", [write_parquet, write_tar, write_jsonl])
 def test_blocks_cover_every_format_and_are_order_free(tmp_path: Path, write: Any) -> None:
     suffix = write.__name__.removeprefix("write_")
@@ -67,11 +52,6 @@ def test_blocks_cover_every_format_and_are_order_free(tmp_path: Path, write: Any
     assert sorted(found) == sorted(texts) and not len(rejects) and len(files.blocks) >= 4
     reordered = RawFiles(names[::-1], block_bytes=900)
     assert reordered.fingerprint == files.fingerprint and read_all(reordered)[0] == found
-
-
-def test_blocks_read_file_url(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
-    assert read_all(RawFiles([f"file://{path}"], block_bytes=20))[0] == ["one", "two", "three"]
 
 
 def test_unreadable_records_are_counted_with_reason(tmp_path: Path) -> None:

@@ -40,13 +40,8 @@ def reference(line: str, config: C4LineConfig) -> bool:
     """Return whether a line without marks of citations stays."""
     end, lower = line.rstrip()[-1:], line.lower()
     phrases = (
-        "terms of use",
-        "privacy policy",
-        "cookie policy",
-        "uses cookies",
-        "use of cookies",
-        "use cookies",
-    )
+        "terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies",
+    )  # fmt: skip
     of_words = (
         len(line.split()) >= config.min_words
         and all(len(word) <= config.max_word_characters for word in line.split())
@@ -75,19 +70,15 @@ def test_each_rule_equals_reference(line: str, config: C4LineConfig) -> None:
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
-        ("A sentence of five words.", ""),
-        ('He said: "It is so."', ""),
-        ("A claim with its source.[12]", ""),
-        (" \t", "blank"),
-        ("Home | Shop | Contact", "no_terminal_punctuation"),
+        ("A sentence of five words.", ""), ('He said: "It is so."', ""), ("A claim with its source.[12]", ""),
+        (" \t", "blank"), ("Home | Shop | Contact", "no_terminal_punctuation"),
         ("Read more about this...", "no_terminal_punctuation"),
-        ("Read more about this…", "no_terminal_punctuation"),
-        ("Add now!", "few_words"),
+        ("Read more about this…", "no_terminal_punctuation"), ("Add now!", "few_words"),
         ("Please enable JavaScript to continue.", "javascript"),
         ("By staying you accept our Terms of Use.", "policy"),
         ("See " + "w" * 1001 + " for more.", "long_word"),
     ],
-)
+)  # fmt: skip
 def test_first_rule_that_applies_is_named(line: str, rule: str) -> None:
     assert bad_line(line, C4LineConfig()) == rule
 

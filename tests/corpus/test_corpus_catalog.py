@@ -150,13 +150,9 @@ def write(folder: Path, texts: dict[str, str]) -> Path:
 
 def test_equal_files_are_read_once_and_catalogued_twice(tmp_path: Path, place: str) -> None:
     texts = {
-        "a.txt": "same text",
-        "b/c.txt": "same text",
-        "b/d.md": "same text",
-        "e.txt": "other",
-        "f": "",
+        "a.txt": "same text", "b/c.txt": "same text", "b/d.md": "same text", "e.txt": "other", "f": "",
         "g": "",
-    }
+    }  # fmt: skip
     data = write(tmp_path / "data", texts)
     (tmp_path / "out").mkdir()
     catalog, config = Catalog(place), IngestConfig(sources=[str(data)])

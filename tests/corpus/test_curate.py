@@ -168,14 +168,6 @@ def test_curate_funnel_adds_up(stdlib: CorpusOf) -> None:
     assert funnel[-1] == {"stage": "train", "documents": train["documents"], "bytes": train["bytes"]}
 
 
-def test_exact_duplicates_keep_only_the_first(tmp_path: Path) -> None:
-    texts = random_texts(40)
-    copies = {f"z{i}.txt": texts["0007.txt"] for i in range(3)}
-    made = CorpusOf(tmp_path, texts | copies)
-    assert made.reasons() == dict.fromkeys(texts, "") | dict.fromkeys(copies, "exact_duplicate")
-    assert made.summary["dropped"]["exact_duplicate"]["documents"] == 3
-
-
 def test_long_lines_drop_code_but_not_prose(tmp_path: Path) -> None:
     texts, paragraph = random_texts(40), prose(random.Random(1), 60).replace("\n", " ") + "\n"
     long = {"a.md": paragraph, "b.js": paragraph, "c.unknown": paragraph + "."}
@@ -198,7 +190,7 @@ def test_split_is_stable_when_corpus_grows(tmp_path: Path) -> None:
     assert len(before) < 20  # an independent draw of 20 from 220 would share two
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_small_corpus_is_split_for_any_seed(tmp_path: Path, seed: int) -> None:
     """Documents that do not fit are skipped."""
     rng = random.Random(seed)

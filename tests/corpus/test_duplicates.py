@@ -120,17 +120,10 @@ def test_clusters_equal_planted_families(tmp_path: Path, monkeypatch: pytest.Mon
     assert clusters(texts, tmp_path).tolist() == [family.index(f) for f in family]
 
 
-def test_clusters_handle_one_huge_bucket(tmp_path: Path) -> None:
-    rng = random.Random(2)
-    original = words(rng, 200)
-    texts = [" ".join(mutate(rng, original, 1)) for _ in range(3000)]
-    assert not clusters(texts, tmp_path).any()
-
-
 def test_bucket_collisions_follow_the_curve() -> None:
     rng = random.Random(3)
     for changes in (30, 50):
-        pairs = [(a, mutate(rng, a, changes)) for a in (words(rng, 200) for _ in range(500))]
+        pairs = [(a, mutate(rng, a, changes)) for a in (words(rng, 200) for _ in range(120))]
         texts = [" ".join(t).encode() for pair in pairs for t in pair]
         signatures = minhash_signatures(texts)
         similarity = [jaccard_similarity(a, b) for a, b in zip(texts[::2], texts[1::2], strict=True)]
@@ -254,7 +247,7 @@ def removed_rows(
 
 
 def test_removal_over_files_equals_pairwise_reference(tmp_path: Path) -> None:
-    texts = [*corpus(), "", "", "one two", "one two", "..."]
+    texts = [*corpus(36), "", "", "one two", "one two", "..."]
     files = write(tmp_path / "in", texts)
     found = removed_rows(run(files, tmp_path / "units"), files, tmp_path / "out")
     kept: list[int] = []

@@ -110,17 +110,12 @@ def test_jsonl_offsets_locate_records(data: Path, suffix: str) -> None:
 def test_jsonl_quarantines_bad_records(data: Path) -> None:
     good = lines({"text": "good"})
     bad = {
-        b"{not json\n": "bad_json",
-        b"[1]\n": "bad_json",
-        b"[" * 100_000 + b"\n": "bad_json",
-        b'{"other": 1}\n': "no_text_field",
-        b'{"text": 7}\n': "no_text_field",
-        b'{"text": "\\ud800"}\n': "invalid_utf8",
-        b'{"text": "\xff"}\n': "invalid_utf8",
-        b'{"text": "a\\u0000b"}\n': "binary",
-        b'{"text": "  "}\n': "empty",
+        b"{not json\n": "bad_json", b"[1]\n": "bad_json", b"[" * 100_000 + b"\n": "bad_json",
+        b'{"other": 1}\n': "no_text_field", b'{"text": 7}\n': "no_text_field",
+        b'{"text": "\\ud800"}\n': "invalid_utf8", b'{"text": "\xff"}\n': "invalid_utf8",
+        b'{"text": "a\\u0000b"}\n': "binary", b'{"text": "  "}\n': "empty",
         b'{"text": "' + b"x" * 2000 + b'"}\n': "too_large",
-    }
+    }  # fmt: skip
     raw = b"".join(good + record for record in bad) + good
     write(data, {"a.jsonl": raw})
     rows, quarantine, _ = run(data, max_document_bytes=1000)
@@ -202,17 +197,14 @@ def bad_sources(data: Path) -> Path:
         ("{data}/empty", {}, "the folder is empty"),
         ("{data}/filtered", {"include": ["*.txt"]}, "all 1 files in it are excluded"),
         ("{data}/binary", {}, r"none of the 6 files .* binary 6"),
-        ("{data}/utf16", {}, "(?s)this is UTF-16.*iconv"),
-        ("{data}/tar", {}, "(?s)this is a tar archive"),
+        ("{data}/utf16", {}, "(?s)this is UTF-16.*iconv"), ("{data}/tar", {}, "(?s)this is a tar archive"),
         ("{data}/fields", {}, "(?s)no 'text' among 'body'; name it with ingest.text_field"),
         ("{data}/nothing", {}, "has a document: all are empty\n  expected: [^\n]*$"),
-        ("pyhton-stdlib", {}, r"did you mean 'python-stdlib'\?"),
-        ("{data}/novel", {}, r"similar: .*novels"),
-        ("memory://nowhere/texts", {}, "does not exist"),
-        ("nonsense://texts", {}, "check the protocol"),
+        ("pyhton-stdlib", {}, r"did you mean 'python-stdlib'\?"), ("{data}/novel", {}, r"similar: .*novels"),
+        ("memory://nowhere/texts", {}, "does not exist"), ("nonsense://texts", {}, "check the protocol"),
         ("{data}/novels", {"licences": {"elsewhere": "MIT"}}, "not among the sources"),
     ],
-)
+)  # fmt: skip
 def test_ingest_rejects_source(bad_sources: Path, source: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises((DataError, ConfigError), match=message):
         run(bad_sources, source.format(data=bad_sources), **options)

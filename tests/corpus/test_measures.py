@@ -15,7 +15,6 @@ from whorl.corpus import CurateConfig, curate
 from whorl.corpus.documents import document_schema
 from whorl.corpus.mapreduce import LocalPool, UnitStore
 from whorl.corpus.measures import Columns, Measure, MeasureConfig, Texts, measure_files
-from whorl.corpus.measures import run as run_module
 from whorl.errors import ConfigError, DataError
 from whorl.tracking.progress import Progress
 
@@ -116,14 +115,6 @@ def test_workers_give_equal_bytes(tmp_path: Path) -> None:
     for name in one:
         assert [p.read_bytes() for p in one[name]] == [p.read_bytes() for p in two[name]]
         assert [p.parent.name for p in one[name]] == [p.parent.name for p in two[name]]
-
-
-def test_batches_keep_the_order_and_bound_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "BATCH_CHARACTERS", 10)
-    texts = ["a" * n for n in (4, 6, 1, 25, 0, 3, 8)]
-    found = list(run_module.text_batches(texts))
-    assert found == [texts[:2], texts[2:3], texts[3:4], texts[4:6], texts[6:]]
-    assert list(run_module.text_batches([])) == []
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_parts_are_the_whole_text(text: str, size: int) -> None:
     [
         (1, 300_000, {}, True),
         (3, 100_000, {}, True),
-        (1, 4_500_000, {}, True),  # above max_document_bytes
+        (1, 300_000, {"max_document_bytes": 100_000}, True),
         (1, 300_000, {"split_bytes": 0}, False),
         (40, 9_000, {}, False),
         (40, 9_000, {"split_bytes": 2000}, True),

@@ -96,23 +96,10 @@ def test_open_markup_loses_no_word(pieces: list[str]) -> None:
 @pytest.mark.parametrize(
     "unit",
     [
-        "<nowiki>",
-        "<ref>",
-        "{{",
-        "}}",
-        "[[a|",
-        "{{lang|fr|",
-        "{|\n",
-        "<!--",
-        "[https://",
-        "( ",
-        "\n=",
-        "<b =",
-        "'",
-        "=",
-        "{{a}}(",
+        "<nowiki>", "<ref>", "{{", "}}", "[[a|", "{{lang|fr|", "{|\n", "<!--", "[https://", "( ", "\n=",
+        "<b =", "'", "=", "{{a}}(",
     ],
-)
+)  # fmt: skip
 def test_time_is_linear(unit: str) -> None:
     def seconds(n: int) -> float:
         begin = time.process_time()

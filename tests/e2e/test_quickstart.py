@@ -72,13 +72,8 @@ def test_quickstart_makes_evaluation_and_report(code: Path, undisturbed: Path) -
         and "whole-files: bits_per_byte" in page
     )
     words = (
-        "eval",
-        "quickstart/evaluate",
-        "--against",
-        "quickstart/evaluate",
-        "--out",
-        undisturbed / "compared",
-    )
+        "eval", "quickstart/evaluate", "--against", "quickstart/evaluate", "--out", undisturbed / "compared",
+    )  # fmt: skip
     same = output_of(*words, "--store", undisturbed)
     assert "not distinguishable" in same and "whole-files, bits_per_byte" in same
     assert output_of(*run_words(code, undisturbed)).count("looked up") == 11

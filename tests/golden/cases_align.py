@@ -90,11 +90,8 @@ def _reward() -> Result:
 def _grpo(**options: Any) -> Result:
     sizes = {"steps": 20, "prompts_per_step": 3, "group_size": 4, "max_completion_tokens": 5}
     more = {
-        "max_seq_len": 24,
-        "optimizer": "adamw",
-        "run": {"replicas": 1},
-        "kl": rl_settings.KLConfig(coef=0.1),
-    }
+        "max_seq_len": 24, "optimizer": "adamw", "run": {"replicas": 1}, "kl": rl_settings.KLConfig(coef=0.1),
+    }  # fmt: skip
     config = rl_settings.RLConfig(algorithm="grpo", **nested(**sizes, **more, **COMMON, **options))
     digits = "format(.*[0-9].*)"
     tasks = [

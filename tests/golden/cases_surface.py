@@ -69,15 +69,12 @@ def _resnet(draw: torch.Generator) -> nn.Module:
 
 
 NETWORKS: dict[str, Callable[[torch.Generator], nn.Module]] = {
-    "decoder": partial(_language, None),
-    "llama": partial(_language, SHAPES["llama"]),
+    "decoder": partial(_language, None), "llama": partial(_language, SHAPES["llama"]),
     "mamba": partial(_language, SHAPES["mamba"]),
     "experts": partial(_language, {"mixers": {"m": HEADS}, "experts": ROUTED}),
-    "latent": partial(_language, {"mixers": {"m": LATENT, "n": {"kind": "gru"}}}),
-    "encoder": _encoder,
-    "vit": _vit,
-    "resnet": _resnet,
-}
+    "latent": partial(_language, {"mixers": {"m": LATENT, "n": {"kind": "gru"}}}), "encoder": _encoder,
+    "vit": _vit, "resnet": _resnet,
+}  # fmt: skip
 
 
 def network(name: str) -> nn.Module:

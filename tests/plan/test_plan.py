@@ -189,14 +189,8 @@ KNOWN = RunInputs(
 def test_forecast_is_near_a_measured_run() -> None:
     """Seconds of each step of a quickstart on two cores."""
     measured = {
-        "tokenizer": 2,
-        "tokens": 1,
-        "pretrain": 326,
-        "evaluate": 31,
-        "sft": 26,
-        "rl": 93,
-        "report": 0,
-    }
+        "tokenizer": 2, "tokens": 1, "pretrain": 326, "evaluate": 31, "sft": 26, "rl": 93, "report": 0,
+    }  # fmt: skip
     found = forecast({name: (name, RECIPE.steps[name].config) for name in measured}, KNOWN)
     assert all(found[name] == pytest.approx(measured[name], rel=0.35, abs=3) for name in measured)
     half = replace(KNOWN, expected={**KNOWN.expected, "tokens_per_second": 15_583.0})
@@ -228,13 +222,10 @@ def test_forecast_names_what_it_cannot_estimate() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"d_model": 100_000},
-        {"data": {"seq_len": 1_000_000_000}},
-        {"data": {"batch_size": 100_000_000}},
-        {"d_model": 100_000, "steps": 3},
-        {"ngram_buckets": 1_000_000_000, "steps": 3},
+        {"d_model": 100_000}, {"data": {"seq_len": 1_000_000_000}}, {"data": {"batch_size": 100_000_000}},
+        {"d_model": 100_000, "steps": 3}, {"ngram_buckets": 1_000_000_000, "steps": 3},
     ],
-)
+)  # fmt: skip
 def test_plan_that_does_not_fit_memory_names_settings(settings: dict[str, int]) -> None:
     with pytest.raises(BudgetError, match=r"(?s)training needs .* GB.*plan.ngram_buckets.*plan.batch_size"):
         plan(budget="1e15flops", deterministic=True, **settings)

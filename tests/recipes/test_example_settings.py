@@ -79,9 +79,6 @@ def test_every_example_has_the_type_of_its_setting() -> None:
                 except ValidationError as error:
                     types = {one["type"] for one in error.errors()}
                     assert types <= {"value_error", "string_pattern_mismatch"}, (
-                        kind.name,
-                        path,
-                        example,
-                        error,
-                    )
+                        kind.name, path, example, error,
+                    )  # fmt: skip
     assert n_examples > 50

@@ -125,14 +125,10 @@ def test_packaged_recipes_look_for_tasks_before_training(name: str) -> None:
 @pytest.mark.parametrize(
     ("texts", "prompt"),
     [
-        (PYTHON, "def "),
-        (PROSE, "The lighthouse keeper wrote a letter"),
-        (["\n"], ""),
-        ([], ""),
-        (["#" * 70 + "\nName of the game\n" + "=" * 30], "Name of the game"),
-        (["12+3=\n", "7-1="], "12+3="),
+        (PYTHON, "def "), (PROSE, "The lighthouse keeper wrote a letter"), (["\n"], ""), ([], ""),
+        (["#" * 70 + "\nName of the game\n" + "=" * 30], "Name of the game"), (["12+3=\n", "7-1="], "12+3="),
     ],
-)
+)  # fmt: skip
 def test_sample_prompt_is_of_the_corpus(texts: list[str], prompt: str) -> None:
     assert first_prompt(texts) == prompt
 

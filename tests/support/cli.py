@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,20 +44,6 @@ def output_of(*words: object, cwd: Path | None = None, env: Mapping[str, str] = 
 def weights(store: Path, name: str) -> bytes:
     """The weights of a model in a store."""
     return Store(store).open(name).file("model.safetensors").read_bytes()
-
-
-def kill_when(folder: Path, pattern: str, *words: object, cwd: Path, group: bool = True) -> bool:
-    """Run `whorl` in a new process and SIGKILL it as soon as `pattern` matches in `folder`; whether it was killed."""
-    process = start_whorl(*words, cwd=cwd, stdout=subprocess.DEVNULL, stderr=None)
-    deadline, killed = time.monotonic() + 120, False
-    while process.poll() is None and time.monotonic() < deadline:
-        if any(folder.glob(pattern)):
-            (os.killpg if group else os.kill)(process.pid, signal.SIGKILL)
-            killed = True
-            break
-        time.sleep(0.002)
-    process.wait(timeout=60)
-    return killed
 
 
 def invoke(folder: Path, *words: object, stdin: str | bytes = "") -> Result:

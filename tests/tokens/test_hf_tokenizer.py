@@ -139,11 +139,8 @@ def unigram(folder: Path) -> Path:
 
 
 KINDS = {
-    "byte level": byte_level,
-    "sentence piece": sentence_piece,
-    "spaces": with_spaces,
-    "unigram": unigram,
-}
+    "byte level": byte_level, "sentence piece": sentence_piece, "spaces": with_spaces, "unigram": unigram,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,30 +20,11 @@ from whorl.corpus import CurateConfig, attributes
 from whorl.corpus.attributes import query_attributes
 from whorl.corpus.deduplication.near import sign as signing
 from whorl.corpus.deduplication.near import stages
-from whorl.corpus.deduplication.near.arrays import read_arrays, write_arrays, write_parts
+from whorl.corpus.deduplication.near.arrays import read_arrays
 from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.deduplication.shingles import TextBlock
 from whorl.corpus.splits import assign_splits
 from whorl.errors import ConfigError, DataError
-
-
-@given(st.lists(st.lists(st.integers(0, 200), max_size=9), max_size=6))
-def test_appended_arrays_and_parts_are_read_whole(tmp_path_factory: Any, lists: list[list[int]]) -> None:
-    folder = tmp_path_factory.mktemp("arrays")
-    kinds = (np.uint8, np.int64, np.uint32)
-    arrays = [np.array(some, kinds[i % 3]) for i, some in enumerate(lists)]
-    for array in arrays:
-        write_arrays(folder / "one", array, append=True)
-    write_arrays(folder / "all", *arrays)
-    assert (folder / "one").exists() == bool(lists)
-    assert all(map(np.array_equal, read_arrays(folder / "all"), arrays)) and (
-        not lists or (folder / "one").read_bytes() == (folder / "all").read_bytes()
-    )
-    rows = [np.array(some, np.uint32).repeat(2).reshape(-1, 2) for some in lists]
-    whole = np.concatenate([np.zeros((0, 2), np.uint32), *rows])
-    write_parts(folder / "parts", whole.shape, np.uint32, rows)
-    write_arrays(folder / "whole", whole)
-    assert (folder / "parts").read_bytes() == (folder / "whole").read_bytes()
 
 
 def peak_of_signing(folder: Path, n: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import unicodedata
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +13,6 @@ from whorl.corpus.deduplication import lines
 from whorl.corpus.deduplication.lines import (
     LineConfig,
     deduplicate_lines,
-    line_hashes,
-    repeated_lines,
-    without_lines,
 )
 
 TEXTS = st.lists(st.text("aAﬁé字 \t\r\n\n", max_size=30), max_size=5)
@@ -58,19 +54,6 @@ def test_lines_equal_reference_with_counts(texts: list[str], config: LineConfig)
     assert got.n_lines == sum(text.count("\n") + 1 for text in texts)
     assert got.removed_lines.tolist() == counts
     assert got.removed_bytes == sum(len(t.encode()) for t in texts) - sum(len(t.encode()) for t in want)
-
-
-def test_lines_of_one_file_at_a_time_equal_all_at_once() -> None:
-    files = [["menu\nfirst", "menu\r\nsecond"], ["third\n  menu  ", "second"]]
-    texts = [text for file in files for text in file]
-    parts = [line_hashes(file) for file in files]
-    removed = repeated_lines(np.concatenate([hashes for hashes, _ in parts]))
-    cut = len(parts[0][0])
-    got = [
-        *without_lines(files[0], parts[0][1], removed[:cut]),
-        *without_lines(files[1], parts[1][1], removed[cut:]),
-    ]
-    assert got == deduplicate_lines(texts).texts == ["menu\nfirst", "second", "third", ""]
 
 
 def test_line_blocks_are_equal_and_long_lines_stay(monkeypatch: pytest.MonkeyPatch) -> None:

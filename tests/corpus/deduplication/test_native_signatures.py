@@ -6,32 +6,11 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.compiler import needs_compiler
 
-from whorl.corpus.deduplication import MinHashConfig, shingles
 from whorl.corpus.deduplication.near import clusters, minhash
-from whorl.corpus.deduplication.shingles import TextBlock, shingle_hashes
-
-
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.lists(st.tuples(st.integers(0, 20), st.integers(0, 10)), max_size=12).map(
-            lambda runs: b"".join(
-                b"abcdefghij0123456789"[:word] + b"  ,.\n\0 ;()"[:gap] for word, gap in runs
-            )
-        ),
-        max_size=5,
-    ),
-    st.integers(1, 12),
-)
-def test_words_of_all_lengths_have_the_reference_hashes(texts: list[bytes], size: int) -> None:
-    config = MinHashConfig(shingle=size)
-    found, first = shingles.block_shingles(TextBlock.of(texts), config)
-    for text, begin, end in zip(texts, first, first[1:], strict=False):
-        assert set(found[begin:end].tolist()) == shingle_hashes(text, config)
 
 
 @needs_compiler

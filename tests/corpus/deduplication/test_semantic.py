@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from whorl.corpus.deduplication.semantic.kmeans import train_centroids
 from whorl.corpus.deduplication.semantic.search import semantic_duplicates
 from whorl.corpus.deduplication.semantic.settings import SearchConfig
 from whorl.corpus.deduplication.semantic.vectors import Vectors
@@ -69,15 +68,6 @@ def test_equal_vectors_in_great_number_take_no_products() -> None:
     got = semantic_duplicates(Vectors.of(np.ones((200_000, 4), np.float32), "e"))
     assert got.removed.tolist() == list(range(1, 200_000)) and not got.matched.any()
     assert got.n_products == 1
-
-
-def test_centroids_find_separate_clusters() -> None:
-    rng = np.random.default_rng(1)
-    points = np.repeat(np.eye(4, dtype=np.float32), 200, axis=0) + 0.05 * rng.normal(size=(800, 4))
-    centroids, _ = train_centroids(Vectors.of(points.astype(np.float32), "e").values, 16)
-    assert (np.linalg.norm(centroids, axis=1) == pytest.approx(1, abs=1e-5)) and len(centroids) == 16
-    assert (centroids @ np.eye(4)).max(axis=1).min() > 0.9
-    assert set((centroids @ np.eye(4)).argmax(axis=1)) == {0, 1, 2, 3}
 
 
 def test_vectors_of_another_encoder_are_refused() -> None:

@@ -86,12 +86,9 @@ def curated(folder: Path, files: list[Path], encoder: TextEncoder | None, **opti
 
 def test_reworded_document_is_removed_and_named(tmp_path: Path) -> None:
     texts = {
-        "a.txt": plain(1),
-        "b.txt": reworded(plain(1)),
-        "near.txt": plain(2) + " end",
-        "near2.txt": plain(2),
+        "a.txt": plain(1), "b.txt": reworded(plain(1)), "near.txt": plain(2) + " end", "near2.txt": plain(2),
         **others(),
-    }
+    }  # fmt: skip
     files = documents(tmp_path, texts)
     found = curated(tmp_path / "first", files, encoder(tmp_path))
     dropped = {path: reason for path, reason in found.items() if reason}

@@ -18,15 +18,9 @@ def counts(folder: Path, words: str, texts: list[str]) -> list[int]:
 
 def test_words_and_phrases_are_counted_whole(tmp_path: Path) -> None:
     texts = [
-        "A Darn day, DARN!",
-        "darning socks",
-        "what  the\nheck",
-        "the what heck",
-        "naïve",
-        "",
-        "これは馬鹿です",
+        "A Darn day, DARN!", "darning socks", "what  the\nheck", "the what heck", "naïve", "", "これは馬鹿です",
         "c++ rocks",
-    ]
+    ]  # fmt: skip
     found = counts(tmp_path, "darn\nwhat the heck\n\n馬鹿\nC++\ndarn it\n", texts)
     assert found == [2, 0, 1, 0, 0, 0, 1, 1]
 

@@ -45,21 +45,6 @@ def test_log_weight_equals_plain_formula(tmp_path: Path) -> None:
         assert math.isclose(row["log_weight"], sum(logs[0]) - sum(logs[1]), abs_tol=1e-9)
 
 
-def test_importance_ranks_texts_of_the_target_first(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    vocabulary = np.array([f"word{i}" for i in range(300)])
-    shares = [rng.dirichlet(np.full(300, 0.3)) for _ in range(2)]
-    texts = [[" ".join(rng.choice(vocabulary, 60, p=share)) for _ in range(120)] for share in shares]
-    files = [write(tmp_path / f"{k}.jsonl", some[:60]) for k, some in enumerate(texts)]
-    train_importance([files[0]], [files[1]], tmp_path / "model")
-    weights = [
-        r["log_weight"]
-        for some in texts
-        for r in measure_texts("importance", some[60:], str(tmp_path / "model"))
-    ]
-    assert min(weights[:60]) > max(weights[60:])
-
-
 def test_equal_target_and_raw_are_refused(tmp_path: Path) -> None:
     files = [write(tmp_path / name, TARGET) for name in ("t.jsonl", "r.jsonl")]
     with pytest.raises(

@@ -42,13 +42,9 @@ def wiki(*pages: str) -> bytes:
 
 def post(id: int, kind: int, body: str, **attributes: object) -> str:
     fields = {
-        "Id": id,
-        "PostTypeId": kind,
-        "Score": 0,
-        "Body": body,
-        "ContentLicense": "CC BY-SA 4.0",
+        "Id": id, "PostTypeId": kind, "Score": 0, "Body": body, "ContentLicense": "CC BY-SA 4.0",
         **attributes,
-    }
+    }  # fmt: skip
     return "<row " + " ".join(f"{name}={quoteattr(str(value))}" for name, value in fields.items()) + " />"
 
 
@@ -97,16 +93,11 @@ def test_last_revision_counts() -> None:
 
 
 HOSTILE = {
-    "entities": ENTITIES,
-    "external entity": '<!DOCTYPE x SYSTEM "file:///etc/passwd"><mediawiki/>',
-    "depth": "<a>" * 1000,
-    "a tag without end": "<mediawiki><page " + "x" * 3_000_000,
-    "an attribute without end": '<mediawiki><row Id="' + "x" * 3_000_000,
-    "no XML": "plain text",
-    "empty": "",
-    "undeclared entity": "<mediawiki>&bomb;</mediawiki>",
-    "NUL": "<mediawiki>\0</mediawiki>",
-}
+    "entities": ENTITIES, "external entity": '<!DOCTYPE x SYSTEM "file:///etc/passwd"><mediawiki/>',
+    "depth": "<a>" * 1000, "a tag without end": "<mediawiki><page " + "x" * 3_000_000,
+    "an attribute without end": '<mediawiki><row Id="' + "x" * 3_000_000, "no XML": "plain text", "empty": "",
+    "undeclared entity": "<mediawiki>&bomb;</mediawiki>", "NUL": "<mediawiki>\0</mediawiki>",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("format", ["wikipedia", "stackexchange"])

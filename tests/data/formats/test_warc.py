@@ -78,12 +78,8 @@ def test_kinds_of_records(tmp_path: Path) -> None:
     missing = frame(http(page("not found"), status="404 Not Found"))
     found = read(tmp_path, b"".join([*others, wet, resource, unknown, unread, missing]))
     assert [outcome(r) for r in found] == [
-        "plain text",
-        "a resource",
-        "bad_field",
-        "media_type",
-        "http_status",
-    ]
+        "plain text", "a resource", "bad_field", "media_type", "http_status",
+    ]  # fmt: skip
     assert read(tmp_path, wet, "a.wet") and open_format("a.warc.wet.gz").extracts
 
 

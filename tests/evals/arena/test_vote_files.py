@@ -28,13 +28,8 @@ from whorl.evals.model.endpoint_backend import EndpointBackend
 from whorl.evals.model.open_model import ModelOptions
 
 RECORD = {
-    "question_id": "q",
-    "model_a": "a",
-    "model_b": "b",
-    "winner": "model_a",
-    "judge": "j",
-    "tstamp": 5.0,
-}
+    "question_id": "q", "model_a": "a", "model_b": "b", "winner": "model_a", "judge": "j", "tstamp": 5.0,
+}  # fmt: skip
 
 
 @given(st.lists(st.tuples(st.sampled_from(CHOICES), st.text(), st.text(), st.floats(0.1, 5)), max_size=5))

@@ -23,18 +23,9 @@ from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer
 
 WORDS = (
-    "river",
-    "stone",
-    "market",
-    "window",
-    "garden",
-    "letter",
-    "button",
-    "winter",
-    "silver",
-    "copper",
+    "river", "stone", "market", "window", "garden", "letter", "button", "winter", "silver", "copper",
     "engine",
-)
+)  # fmt: skip
 
 
 def records(n: int, words: int = 20, seed: int = 0) -> list[dict[str, Any]]:

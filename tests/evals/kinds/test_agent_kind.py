@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 from tests.support.evals.backend import FakeBackend
-from tests.support.evals.fake_endpoint import FakeEndpoint
 
 from whorl.errors import WhorlError
-from whorl.evals.model.endpoint_backend import EndpointBackend
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response
-from whorl.evals.model.response_cache import CachedBackend, ResponseCache
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
 from whorl.evals.tasks import make_task
@@ -164,25 +161,6 @@ def test_answer_of_a_run_without_tools_is_a_file() -> None:
 def test_missing_response_is_a_missing_item() -> None:
     result = run(task(), scripted(answer=lambda prompt: Missing("timed out")))
     assert result.outcomes == {"missing": 1} and result.measure("solved").bounds == (0.0, 1.0)
-
-
-def test_second_run_sends_no_request(tmp_path: Any) -> None:
-    model = scripted(SOLVE, FINISH)
-    for _ in range(2):
-        with ResponseCache(tmp_path / "responses.sqlite") as cache:
-            result = evaluate(CachedBackend(model, cache), [task()])[0]
-    assert len(model.sent) == 2 and result.outcomes == {"right": 1}
-
-
-def test_agent_at_a_faulty_endpoint() -> None:
-    with FakeEndpoint() as fake:
-        fake.reply = lambda body: FINISH if "<tool_response>" in body["messages"][-1]["content"] else SOLVE
-        fake.faults["/v1/chat/completions"] = ["busy", "half", "truncated"]
-        model = EndpointBackend.open(fake.url, "fake", backoff=0.01)
-        item = evaluate(model, [task()])[0].items[0]
-        assert item.outcome == "right" and item.scores["tokens"] == -(-len(SOLVE) // 4) + -(-len(FINISH) // 4)
-        fake.always = "down"
-        assert evaluate(model, [task()])[0].items[0].outcome == "missing"
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,8 @@ def test_gap_and_drift_follow_their_formulas() -> None:
     found = run(source([1.0] * EDGE + [4.0] * EDGE + [50.0], [2.0] * 2 * EDGE + [90.0] * 9))
     values = {m.metric: m.value for m in found.measures}
     assert values == {
-        "gap": pytest.approx(0.5),
-        "drift": pytest.approx(3.0),
-        "data_nats": 2.0,
-        "self_nats": 2.5,
-    }
+        "gap": pytest.approx(0.5), "drift": pytest.approx(3.0), "data_nats": 2.0, "self_nats": 2.5,
+    }  # fmt: skip
     assert found.items[0].answers == (" x",) and found.items[0].gold == " upon"
     same = run(source([2.0] * 40, [2.0] * 40))
     assert same.measure("gap").value == same.measure("drift").value == 0

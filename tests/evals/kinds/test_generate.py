@@ -23,12 +23,9 @@ SUMS = [{"id": str(i), "q": f"{i} + {i} =", "a": f"#### {2 * i}"} for i in range
 
 def task(records: Any, **fields: Any) -> Any:
     given = {
-        "name": "sums",
-        "kind": "generate",
-        "template": "{{ q }}",
-        "gold": "a",
+        "name": "sums", "kind": "generate", "template": "{{ q }}", "gold": "a",
         "options": {"metric": "numeric"},
-    }
+    }  # fmt: skip
     return make_task(parse_task(given | fields, "sums.toml"), records)
 
 

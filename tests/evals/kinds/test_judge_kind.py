@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 from tests.support.evals.backend import FakeBackend, by_text
-from tests.support.evals.fake_endpoint import FakeEndpoint
 
 from whorl.errors import WhorlError
 from whorl.evals.judge.verdicts import REMINDER
-from whorl.evals.model.endpoint_backend import EndpointBackend
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response
-from whorl.evals.model.response_cache import CachedBackend, ResponseCache
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
 from whorl.evals.tasks import make_task
@@ -152,19 +149,6 @@ def test_gold_set_gives_agreement_and_no_win() -> None:
     assert [item.outcome for item in result.items[2:4]] == ["right", "right"]
 
 
-def test_second_run_sends_no_request(tmp_path: Any) -> None:
-    made, judge, model = (
-        task(records(5), length_probes=3),
-        judge_by(longer),
-        by_text(lambda q: f"answer of {q}"),
-    )
-    for _ in range(2):
-        with ResponseCache(tmp_path / "responses.sqlite") as cache:
-            roles = {"judge": CachedBackend(judge, cache)}
-            result = evaluate(CachedBackend(model, cache), [made], roles=roles)[0]
-    assert len(model.sent) == 5 and len(judge.sent) <= 16 and result.outcomes["wrong"] == 5
-
-
 @pytest.mark.parametrize(
     ("options", "record", "message"),
     [
@@ -185,26 +169,3 @@ def test_wrong_settings_and_records_are_named(options: Any, record: Any, message
 def test_no_judge_is_an_error_that_names_the_option() -> None:
     with pytest.raises(WhorlError, match="role 'judge'"):
         evaluate(by_text(lambda q: "x"), [task(records(1))])
-
-
-def test_judge_and_model_at_faulty_endpoints() -> None:
-    def verdict(body: dict[str, Any]) -> str:
-        prompt = body["messages"][1]["content"]
-        if len(body["messages"]) == 2 and "q1" in prompt:
-            return "It depends."
-        return "[[A]]" if SHOWN.findall(prompt)[0] == "good" else "[[B]]"
-
-    with FakeEndpoint() as model, FakeEndpoint() as judge:
-        model.reply = lambda body: "good"
-        model.faults["/v1/completions"] = ["busy", "half"]
-        judge.reply = verdict
-        judge.faults["/v1/chat/completions"] = ["down", "error event", "other model"]
-        ends = [EndpointBackend.open(each.url, "fake", backoff=0.01) for each in (model, judge)]
-        result = evaluate(ends[0], [task(records(4))], roles={"judge": ends[1]})[0]
-        assert result.outcomes == {"right": 4} and result.measure("consistency").value == 1
-        assert any(note.startswith("The judge is fake, endpoint-") for note in result.notes)
-        assert result.settings == {"judge": ends[1].address}
-        judge.always = "down"
-        lost = evaluate(ends[0], [task(records(4))], roles={"judge": ends[1]})[0]
-        assert lost.outcomes == {"missing": 4} and "503" in lost.items[0].reason
-        assert lost.measure("win_rate").bounds == (0.0, 1.0)

@@ -149,13 +149,10 @@ def test_stop_strings_seeds_and_chat(backend: EngineBackend) -> None:
 
 def test_what_cannot_be_answered_is_missing(backend: EngineBackend) -> None:
     requests: list[Request] = [
-        ScoreRequest("The dog", " runs"),
-        ScoreRequest("The dog", ""),
-        ScoreRequest("The dog \ud800", " runs"),
-        ScoreRequest("The dog", " runs" * 200),
-        TextRequest(""),
+        ScoreRequest("The dog", " runs"), ScoreRequest("The dog", ""),
+        ScoreRequest("The dog \ud800", " runs"), ScoreRequest("The dog", " runs" * 200), TextRequest(""),
         GenerateRequest("\ud800"),
-    ]
+    ]  # fmt: skip
     good, *bad = answers(backend, requests)
     assert isinstance(good, Score)
     reasons = [response.reason for response in bad if isinstance(response, Missing)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +11,7 @@ from tests.support.evals.fake_endpoint import FakeEndpoint
 
 from whorl.errors import ConfigError
 from whorl.evals.model import endpoint_client
-from whorl.evals.model.endpoint_backend import EndpointBackend, _check_scores
-from whorl.evals.model.endpoint_client import Fault
+from whorl.evals.model.endpoint_backend import EndpointBackend
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Response
 from whorl.http.answers import MAX_ANSWER_BYTES
 from whorl.loadtest.runs import LoadTest, run_load_test_sync
@@ -22,28 +19,16 @@ from whorl.loadtest.workload import LoadConfig
 
 FAST: dict[str, Any] = {"timeout": 0.4, "deadline": 0.8, "backoff": 0.01, "max_retries": 1}
 REASONS = {
-    "deep": "lists and objects; at most",
-    "deep in a few bytes": "no JSON",
-    "deep and valid": "not accepted",
-    "deep error": "status 400",
-    "many lists": "lists and objects; at most",
-    "surrogate": "surrogates not allowed",
-    "huge number": "not accepted",
-    "compressed": "compressed, although none was requested",
-    "redirect": "status 307",
-    "cookie": "status 400",
-    "negative wait": "status 429",
-    "nan wait": "status 429",
-    "huge wait": "status 429",
-    "worded wait": "status 503",
-    "repeats the key": "unknown key ***",
-    "large header": "the answer ended early",
-    "slow header": "did not end in 0.8 s",
-    "slow body": "did not end in 0.8 s",
-    "slow stream": "did not end in 0.8 s",
-    "endless body": "larger than 65,536 KiB",
-    "endless line": "larger than 65,536 KiB",
-}
+    "deep": "lists and objects; at most", "deep in a few bytes": "no JSON", "deep and valid": "not accepted",
+    "deep error": "status 400", "many lists": "lists and objects; at most",
+    "surrogate": "surrogates not allowed", "huge number": "not accepted",
+    "compressed": "compressed, although none was requested", "redirect": "status 307", "cookie": "status 400",
+    "negative wait": "status 429", "nan wait": "status 429", "huge wait": "status 429",
+    "worded wait": "status 503", "repeats the key": "unknown key ***",
+    "large header": "the answer ended early", "slow header": "did not end in 0.8 s",
+    "slow body": "did not end in 0.8 s", "slow stream": "did not end in 0.8 s",
+    "endless body": "larger than 65,536 KiB", "endless line": "larger than 65,536 KiB",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -67,10 +52,8 @@ def test_hostile_answer_is_missing_and_the_run_goes_on(
     fields = FAST | ({"deadline": 20.0} if fault.startswith("endless") else {})
     backend = EndpointBackend.open(fake.url, "fake", **fields)
     fake.always = fault
-    began = time.monotonic()
     found = answer(backend)
     assert isinstance(found, Missing) and REASONS[fault] in found.reason and "secret" not in found.reason
-    assert time.monotonic() - began < 15
     fake.always = ""
     assert answer(backend) == Completion("yes")
     assert not list(backend.client._client.cookies.jar)
@@ -79,9 +62,8 @@ def test_hostile_answer_is_missing_and_the_run_goes_on(
 
 def test_deadline_is_of_all_attempts_together(fake: FakeEndpoint) -> None:
     backend = EndpointBackend.open(fake.url, "fake", timeout=0.2, deadline=1.0, backoff=0.01, max_retries=4)
-    fake.always, began = "slow body", time.monotonic()
+    fake.always = "slow body"
     assert answer(backend) == Missing("timed out: the answer did not end in 1 s")
-    assert time.monotonic() - began < 3, "not five times"
     patient = EndpointBackend.open(fake.url, "fake", timeout=0.4, deadline=0.1, max_retries=4)
     assert patient.client.deadline == 2.0, "each attempt of a silent endpoint has its timeout"
 
@@ -100,12 +82,6 @@ def test_memory_of_an_endless_answer_is_bounded(fake: FakeEndpoint) -> None:
 def test_stated_length_must_be_possible(fake: FakeEndpoint, length: Any) -> None:
     fake.max_model_len = length
     assert EndpointBackend.open(fake.url, "fake", **FAST).max_length is None
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1.0])
-def test_log_probabilities_must_be_possible(value: float) -> None:
-    with pytest.raises(Fault, match="NaN, infinite or positive"):
-        _check_scores([-1.0, value], [{"a": -1.0}, {"a": 1.0}])
 
 
 def test_endpoint_with_a_password_is_refused() -> None:

@@ -94,12 +94,9 @@ def test_two_processes_share_a_cache(tmp_path: Path) -> None:
 
 def test_second_run_sends_nothing(tmp_path: Path) -> None:
     requests: list[Request] = [
-        ScoreRequest("a", "b"),
-        TextRequest("a"),
-        GenerateRequest("a", stop=("x",)),
-        GenerateRequest(({"role": "user", "content": "a"},)),
-        ScoreRequest("a", "b"),
-    ]
+        ScoreRequest("a", "b"), TextRequest("a"), GenerateRequest("a", stop=("x",)),
+        GenerateRequest(({"role": "user", "content": "a"},)), ScoreRequest("a", "b"),
+    ]  # fmt: skip
 
     def answer(request: Request) -> Response:
         if isinstance(request, GenerateRequest):

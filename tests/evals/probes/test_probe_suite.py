@@ -15,7 +15,6 @@ from whorl.evals.model.requests import Request, Response, Score, ScoreRequest
 from whorl.evals.probes.lines import CHOICES, LEVELS, PROBES, ProbeLine
 from whorl.evals.probes.suite import draw_lines, probe_records, probe_tasks, training_lines
 from whorl.evals.runner import evaluate
-from whorl.evals.suites import SuiteInputs, load_suite
 
 PAIRS = dict(zip("ABCD", "abcd", strict=True))
 
@@ -169,22 +168,9 @@ def test_training_lines_give_probes_equal_symbols() -> None:
     assert max(symbols.values()) - min(symbols.values()) < 100
 
 
-@pytest.mark.parametrize("level", range(1, LEVELS + 1))
-def test_induction_repeats_a_stretch_after_then(level: int) -> None:
-    for line in lines("induction", level, 30):
-        letters, stretch = (part.split() for part in line.text.removeprefix("induction ").split(" then "))
-        assert _places(letters, " ".join(stretch))
-
-
 def test_few_possible_lines_give_fewer_items() -> None:
     records = probe_records("arithmetic", 900, 0)
     assert len(records) < 900 and len({r["prompt"] for r in records}) == len(records)
-
-
-def test_suite_is_registered() -> None:
-    tasks = load_suite("probes", SuiteInputs(limit=10, seed=2))
-    assert [t.config.name for t in tasks] == [f"probe-{name}" for name in PROBES]
-    assert {len(t.items) for t in tasks} == {10}
 
 
 @pytest.mark.parametrize(

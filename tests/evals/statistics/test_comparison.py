@@ -74,13 +74,10 @@ def test_pairing_removes_the_shared_variance() -> None:
 
 def test_verdicts_follow_the_interval() -> None:
     cases = {
-        (0.1, 0.2, 0.0): "better",
-        (-0.2, -0.1, 0.5): "worse",
-        (-0.01, 0.05, 0.02): "no worse",
-        (-0.01, 0.015, 0.02): "equivalent",
-        (-0.01, 0.05, 0.0): "not distinguishable",
+        (0.1, 0.2, 0.0): "better", (-0.2, -0.1, 0.5): "worse", (-0.01, 0.05, 0.02): "no worse",
+        (-0.01, 0.015, 0.02): "equivalent", (-0.01, 0.05, 0.0): "not distinguishable",
         (-0.03, 0.05, 0.02): "not distinguishable",
-    }
+    }  # fmt: skip
     for (low, high, margin), want in cases.items():
         assert verdict_of(low, high, margin) == want
     with pytest.raises(ConfigError, match="margin is -1"):

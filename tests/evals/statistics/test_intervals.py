@@ -28,14 +28,6 @@ def test_tail_ends_are_exact() -> None:
     assert t_quantile(0.95, 1e9) == pytest.approx(1.959964, abs=1e-6)
 
 
-def test_error_of_single_items_is_the_usual_one() -> None:
-    values = np.random.default_rng(0).normal(size=17)
-    got = standard_error(values)
-    assert got.se == pytest.approx(values.std(ddof=1) / np.sqrt(17), rel=1e-12)
-    assert got.df == pytest.approx(16, rel=1e-9) and got.clusters == 17
-    assert standard_error(values, [""] * 17) == got
-
-
 @given(st.lists(st.integers(1, 7), min_size=2, max_size=12), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_clustered_error_matches_matrix_form(sizes: list[int], seed: int) -> None:
@@ -56,13 +48,6 @@ def test_clustered_error_matches_matrix_form(sizes: list[int], seed: int) -> Non
     got = standard_error(values, names)
     assert got.se**2 == pytest.approx(meat / n**2, rel=1e-8)
     assert got.df == pytest.approx(lambdas.sum() ** 2 / (lambdas**2).sum(), rel=1e-8)
-
-
-def test_equal_clusters_match_the_error_of_cluster_means() -> None:
-    values = np.random.default_rng(1).normal(size=(9, 4))
-    got = standard_error(values.ravel(), [f"{g}" for g in range(9) for _ in range(4)])
-    assert got.se == pytest.approx(values.mean(1).std(ddof=1) / 3, rel=1e-12)
-    assert got.df == pytest.approx(8, rel=1e-9)
 
 
 def test_one_cluster_has_no_finite_interval() -> None:

@@ -138,24 +138,18 @@ def test_code_in_an_answer_is_not_evaluated() -> None:
 @pytest.mark.parametrize(
     ("name", "answer", "safe"),
     [
-        ("countdown", "94*4 - 61 - 6", True),
-        ("simple_integration", "x**3/3 + 2*x**12 + exp(2*x) + C", True),
+        ("countdown", "94*4 - 61 - 6", True), ("simple_integration", "x**3/3 + 2*x**12 + exp(2*x) + C", True),
         ("simple_integration", "(x**2)**2 + C", True),
         ("simple_integration", "log(Abs(x)) + sinh(x) - x**(-2) + C", True),
         ("intermediate_integration", "3*Integral(x**3*cos(3*x), x) + C", False),
         ("polynomial_multiplication", "12*x**4 - y^2", True),
         ("polynomial_multiplication", "-7*x**7 - 9*x**6 - 6*x**4 - 8*x**3", True),
-        ("countdown", "2**(3**4)", False),
-        ("countdown", "2**-x^3", False),
-        ("countdown", "2**.5", False),
-        ("countdown", "open(7)", False),
-        ("countdown", "a.b", False),
-        ("spiral_matrix", "[1, 2, 3]", True),
-        ("spiral_matrix", "1 2 3", True),
-        ("spiral_matrix", "[print(1)]", False),
+        ("countdown", "2**(3**4)", False), ("countdown", "2**-x^3", False), ("countdown", "2**.5", False),
+        ("countdown", "open(7)", False), ("countdown", "a.b", False), ("spiral_matrix", "[1, 2, 3]", True),
+        ("spiral_matrix", "1 2 3", True), ("spiral_matrix", "[print(1)]", False),
         ("graph_color", "{'anything': open('x')}", True),
     ],
-)
+)  # fmt: skip
 def test_answers_that_may_be_evaluated(name: str, answer: str, safe: bool) -> None:
     assert gym.is_safe(name, answer) is safe
 

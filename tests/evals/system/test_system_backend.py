@@ -21,11 +21,8 @@ from whorl.evals.system.retrieval import Bm25Index
 from whorl.registry import permit_code
 
 DOCUMENTS = [
-    "Zebras eat grass.",
-    "The blue door opens with code 4711.",
-    "Doors are made of wood.",
-    "Grass is green.",
-]
+    "Zebras eat grass.", "The blue door opens with code 4711.", "Doors are made of wood.", "Grass is green.",
+]  # fmt: skip
 
 
 def shout(text: str) -> str:

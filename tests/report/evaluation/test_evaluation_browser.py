@@ -143,11 +143,8 @@ def test_markup_in_answers_is_shown_as_text(browser: Any, tmp_path: Path) -> Non
     def spoil(number: int, item: dict[str, Any]) -> dict[str, Any]:
         steps = [{"role": "assistant", "tool": evil, "content": evil, "path": evil}]
         details = {
-            "tokens": [[evil, -1.0]],
-            "choices": [{evil: evil}],
-            "trajectory": steps,
-            evil: {evil: evil},
-        }
+            "tokens": [[evil, -1.0]], "choices": [{evil: evil}], "trajectory": steps, evil: {evil: evil},
+        }  # fmt: skip
         texts = dict.fromkeys(("prompt", "gold", "reason", "group"), evil)
         return item | texts | {"item": f"{evil}{number}", "answers": [evil], "details": details}
 

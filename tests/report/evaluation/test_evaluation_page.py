@@ -72,13 +72,8 @@ def test_summary_has_interval_chance_counts_and_hash(tmp_path: Path) -> None:
 
 def test_pareto_hull_leaves_out_dominated_and_mixed() -> None:
     points = {
-        "a": (1.0, 0.2),
-        "b": (2.0, 0.3),
-        "c": (3.0, 0.8),
-        "d": (3.0, 0.7),
-        "e": (9.0, 0.8),
-        "f": (9.0, 0.9),
-    }
+        "a": (1.0, 0.2), "b": (2.0, 0.3), "c": (3.0, 0.8), "d": (3.0, 0.7), "e": (9.0, 0.8), "f": (9.0, 0.9),
+    }  # fmt: skip
     assert pareto_hull(points) == ["a", "c", "f"]  # b is below the line from a to c
     assert pareto_hull({"a": (1.0, 0.5), "b": (1.0, 0.5)}) == ["a"]
     assert pareto_hull({}) == []
@@ -111,12 +106,8 @@ def test_markup_of_models_never_reaches_the_page(tmp_path: Path) -> None:
 
     def spoil(number: int, item: dict[str, Any]) -> dict[str, Any]:
         return item | {
-            "item": f"{evil}{number}",
-            "prompt": evil,
-            "answers": [evil],
-            "reason": evil,
-            "group": evil,
-        }
+            "item": f"{evil}{number}", "prompt": evil, "answers": [evil], "reason": evil, "group": evil,
+        }  # fmt: skip
 
     task = {
         "hash": evil,
@@ -177,11 +168,8 @@ def test_reliability_bins_weigh_only_items_with_a_verdict() -> None:
         return {"outcome": outcome, "details": {} if confidence is None else {"confidence": confidence}}
 
     items = [
-        item(0.31, "right"),
-        item(0.39, "wrong"),
-        item(1.0, "right"),
-        item(0.35, "missing"),
+        item(0.31, "right"), item(0.39, "wrong"), item(1.0, "right"), item(0.35, "missing"),
         item(None, "right"),
-    ]
+    ]  # fmt: skip
     assert reliability_bins(items) == [(pytest.approx(0.35), 0.5, 2), (1.0, 1.0, 1)]
     assert reliability_bins([]) == []

@@ -34,18 +34,9 @@ def postgres_server(programs: Path) -> Iterator[str]:
     data = folder / "data"
     try:
         init = [
-            programs / "initdb",
-            "-D",
-            data,
-            "-U",
-            "whorl",
-            "-A",
-            "trust",
-            "--no-sync",
-            "-E",
-            "UTF8",
+            programs / "initdb", "-D", data, "-U", "whorl", "-A", "trust", "--no-sync", "-E", "UTF8",
             "--locale=C",
-        ]
+        ]  # fmt: skip
         done = subprocess.run([*map(str, init)], timeout=120, **run)
         assert done.returncode == 0, done.stdout
         with socket.socket() as found:

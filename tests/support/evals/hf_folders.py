@@ -20,28 +20,9 @@ from whorl.tokens.tokenizer import Tokenizer
 
 KINDS = ("whorl", "unigram", "wordpiece", "gpt2")
 WORDS = [
-    "the",
-    "a",
-    "red",
-    "blue",
-    "small",
-    "big",
-    "dog",
-    "cat",
-    "house",
-    "tree",
-    "runs",
-    "sleeps",
-    "sees",
-    "and",
-    "or",
-    "not",
-    "under",
-    "over",
-    "near",
-    "who",
-    "that",
-]
+    "the", "a", "red", "blue", "small", "big", "dog", "cat", "house", "tree", "runs", "sleeps", "sees", "and",
+    "or", "not", "under", "over", "near", "who", "that",
+]  # fmt: skip
 
 
 def sentences(n: int, seed: int = 0) -> list[str]:

@@ -12,12 +12,9 @@ from whorl.nn.cpu.library import FLAGS, FP32, source
 
 # Products of bf16 by plain loops and by tiles in plain C++, which run everywhere, by the CPU's own instructions; of fp32.
 VARIANTS = {
-    "plain": ("-DWHORL_PLAIN",),
-    "emulated tiles": ("-DWHORL_EMULATED",),
-    "vectors": ("-DWHORL_VECTORS",),
-    "tiles": (),
-    "fp32": (FP32,),
-}
+    "plain": ("-DWHORL_PLAIN",), "emulated tiles": ("-DWHORL_EMULATED",), "vectors": ("-DWHORL_VECTORS",),
+    "tiles": (), "fp32": (FP32,),
+}  # fmt: skip
 
 
 def build_variant(name: str, variant: str) -> ctypes.CDLL:

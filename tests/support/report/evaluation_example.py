@@ -9,19 +9,8 @@ from pathlib import Path
 from typing import Any
 
 WORDS = [
-    "alpha",
-    "beta",
-    "gamma",
-    "delta",
-    "river",
-    "stone",
-    "north",
-    "seven",
-    "green",
-    "quiet",
-    "paper",
-    "iron",
-]
+    "alpha", "beta", "gamma", "delta", "river", "stone", "north", "seven", "green", "quiet", "paper", "iron",
+]  # fmt: skip
 WORDS += ["lamp", "field"]
 OUTCOMES = (
     "right",
@@ -77,12 +66,8 @@ def write_evaluation(
     answered = max(n - counts["missing"], 1)
     accuracy = counts["right"] / answered
     measure = {
-        "metric": "acc",
-        "value": accuracy,
-        "low": accuracy - 0.05,
-        "high": accuracy + 0.05,
-        "chance": 0.25,
-    }
+        "metric": "acc", "value": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "chance": 0.25,
+    }  # fmt: skip
     task = {
         "task": "words", "model": name, "address": f"{seed:040x}", "hash": "0123456789ab", "kind": "choice",
         "outcomes": counts, "metrics": ["acc"], "measures": [measure], "requests": n, "seconds": 10.0 + seed,

@@ -147,13 +147,10 @@ def reports() -> list[tuple[str, StepReport]]:
     }  # fmt: skip
     return [
         ("curate", corpus_report(selection, quarantine, sources=["python-stdlib"])),
-        ("plan", StepReport(blocks=plan)),
-        ("tokenizer", tokenizer_report(1024, domains)),
-        ("pretrain", trained),
-        ("evaluate", evaluation_report(evaluation, EXPECTED)),
-        ("sft", sft_report()),
+        ("plan", StepReport(blocks=plan)), ("tokenizer", tokenizer_report(1024, domains)),
+        ("pretrain", trained), ("evaluate", evaluation_report(evaluation, EXPECTED)), ("sft", sft_report()),
         ("rl", rl_report()),
-    ]
+    ]  # fmt: skip
 
 
 def example() -> ReportData:

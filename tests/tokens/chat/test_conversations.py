@@ -90,20 +90,14 @@ def template(source: str | None) -> ChatTemplate:
 @pytest.mark.parametrize(
     ("source", "messages"),
     [
-        (QWEN, [SYSTEM, *TOOLS_TALK]),
-        (QWEN, [SYSTEM, USER, {**CALLING, "content": ""}, RESULT]),
+        (QWEN, [SYSTEM, *TOOLS_TALK]), (QWEN, [SYSTEM, USER, {**CALLING, "content": ""}, RESULT]),
         (QWEN, [USER, SYSTEM, USER]),
         (QWEN, [USER, {"role": "assistant", "content": "<think>only</think>"}, {**USER, "content": " \n"}]),
-        (LLAMA, [SYSTEM, *TOOLS_TALK]),
-        (LLAMA, [DEVELOPER, *TALK]),
-        (GEMMA, TALK),
-        (MISTRAL, [SYSTEM, *TALK]),
-        (MISTRAL, TOOLS_TALK),
-        (CHATML, [SYSTEM, *TOOLS_TALK]),
-        (CHATML, [DEVELOPER, *TALK]),
-        (TRANSCRIPT, [SYSTEM, *TOOLS_TALK]),
+        (LLAMA, [SYSTEM, *TOOLS_TALK]), (LLAMA, [DEVELOPER, *TALK]), (GEMMA, TALK),
+        (MISTRAL, [SYSTEM, *TALK]), (MISTRAL, TOOLS_TALK), (CHATML, [SYSTEM, *TOOLS_TALK]),
+        (CHATML, [DEVELOPER, *TALK]), (TRANSCRIPT, [SYSTEM, *TOOLS_TALK]),
     ],
-)
+)  # fmt: skip
 def test_templates_that_write_every_message_accept_it(source: str | None, messages: list[Any]) -> None:
     """They trim contents, drop the reasoning of earlier turns, quote results, and leave out texts next to calls."""
     ids = template(source).encode_prompt(messages, [TOOL])
