@@ -25,12 +25,10 @@ SPACES = {
     "integers": Box(np.array([0, -1]), np.array([9, 1]), dtype=np.int64),
     "bytes": Box(0, 255, (2,), dtype=np.uint8),
     "half-infinite": Box(np.float32([0, -np.inf]), np.float32([np.inf, 0])),
-    "no-bounds": Box(-np.inf, np.inf, (2,)),
-    "matrix": Box(-0.1, 0.1, (2, 3), dtype=np.float64),
-    "scalar": Box(-0.1, 0.1, ()),
-    "many": gymnasium.spaces.MultiDiscrete([2, 3]),
+    "no-bounds": Box(-np.inf, np.inf, (2,)), "matrix": Box(-0.1, 0.1, (2, 3), dtype=np.float64),
+    "scalar": Box(-0.1, 0.1, ()), "many": gymnasium.spaces.MultiDiscrete([2, 3]),
     "bits": gymnasium.spaces.MultiBinary(4),
-}
+}  # fmt: skip
 
 
 class Endless(gymnasium.Env[Any, Any]):

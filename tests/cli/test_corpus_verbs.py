@@ -73,10 +73,8 @@ def test_query_file_replaces_the_query(pages: Path) -> None:
     succeed("corpus", "filter", "--query", "mine.sql", "--corpus", "mine")
     answer = json.loads(succeed("corpus", "why", "near.txt", "--json"))
     assert (answer["reason"], answer["condition"], answer["values"]) == (
-        "long",
-        "n_bytes > 902",
-        {"n_bytes": 903},
-    )
+        "long", "n_bytes > 902", {"n_bytes": 903},
+    )  # fmt: skip
 
 
 def test_verbs_refuse_what_is_missing(pages: Path) -> None:

@@ -66,13 +66,11 @@ def test_unreadable_records_are_counted_with_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "no files"),
-        (["a.csv"], r"a\.csv has no supported suffix"),
+        ([], "no files"), (["a.csv"], r"a\.csv has no supported suffix"),
         (["missing.jsonl"], r"missing\.jsonl cannot be read"),
-        (["cut.parquet"], r"cut\.parquet cannot be read"),
-        (["empty.jsonl"], "contain no records"),
+        (["cut.parquet"], r"cut\.parquet cannot be read"), (["empty.jsonl"], "contain no records"),
     ],
-)
+)  # fmt: skip
 def test_raw_files_rejects(tmp_path: Path, names: list[str], message: str) -> None:
     (tmp_path / "cut.parquet").write_bytes(b"PAR1 and nothing more")
     (tmp_path / "empty.jsonl").touch()

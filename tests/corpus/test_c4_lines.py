@@ -94,10 +94,8 @@ def test_line_ends_stay_and_settings_are_checked() -> None:
 def test_counts_over_files_and_why(tmp_path: Path) -> None:
     body = "Ann wrote this line of text."
     texts = [
-        f"Menu\n{body}\nGo!\n\nPlease enable Javascript now.",
-        body,
-        f"{body}\nWe use cookies on this page.",
-    ]
+        f"Menu\n{body}\nGo!\n\nPlease enable Javascript now.", body, f"{body}\nWe use cookies on this page.",
+    ]  # fmt: skip
     files = make_documents(tmp_path, texts)
     config = RewriteConfig(c4_lines=C4LineConfig(), lines=LineConfig())
     results: list[tuple[list[str], dict[str, Any]]] = [run(tmp_path, files, config, n) for n in (1, 2)]

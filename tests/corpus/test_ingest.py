@@ -256,16 +256,6 @@ def test_any_number_of_workers_gives_the_same_bytes(data: Path, tmp_path: Path) 
         found.append((ingest(config, out, Progress.silent(), workers=workers), tree(out)))
     assert found[0] == found[1] == found[2]
     assert len(found[0][1]) > 5 and found[0][0]["quarantine"]["bad_json"]["documents"] == 2
-    out = tmp_path / "one_block"
-    out.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MODULE, "BLOCK_BYTES", 64_000_000)
-        assert ingest(config, out, Progress.silent()) == found[0][0]
-    rows = [
-        [r for f in sorted(p.glob("doc*")) for r in pq.read_table(f).to_pylist()]
-        for p in (out, out.parent / "workers1")
-    ]
-    assert rows[0] == rows[1]
 
 
 @settings(max_examples=25, deadline=None)

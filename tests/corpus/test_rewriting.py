@@ -27,11 +27,9 @@ from whorl.tracking.progress import Progress
 FOOTER = "All rights reserved by the example company of this page."
 TEXTS = [
     f"One page about cats.\n{FOOTER}\nWrite to ann@example.org or 8.8.8.8.",
-    f"Another page, about dogs.\n{FOOTER}\nThe end.",
-    "A text without anything in common: naïve 日本 readers.",
-    f"{FOOTER}\nThe end.",
-    "",
-]
+    f"Another page, about dogs.\n{FOOTER}\nThe end.", "A text without anything in common: naïve 日本 readers.",
+    f"{FOOTER}\nThe end.", "",
+]  # fmt: skip
 
 
 def make_documents(folder: Path, texts: Sequence[str], n_files: int = 2) -> list[Path]:

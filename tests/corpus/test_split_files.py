@@ -38,14 +38,11 @@ def test_parts_are_the_whole_text(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("n_files", "n_bytes", "options", "divided"),
     [
-        (1, 300_000, {}, True),
-        (3, 100_000, {}, True),
-        (1, 300_000, {"max_document_bytes": 100_000}, True),
-        (1, 300_000, {"split_bytes": 0}, False),
-        (40, 9_000, {}, False),
+        (1, 300_000, {}, True), (3, 100_000, {}, True), (1, 300_000, {"max_document_bytes": 100_000}, True),
+        (1, 300_000, {"split_bytes": 0}, False), (40, 9_000, {}, False),
         (40, 9_000, {"split_bytes": 2000}, True),
     ],
-)
+)  # fmt: skip
 def test_few_files_are_divided(
     n_files: int, n_bytes: int, options: dict[str, int], divided: bool, tmp_path: Path
 ) -> None:

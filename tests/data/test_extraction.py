@@ -125,10 +125,8 @@ def test_hostile_html_takes_bounded_time(html: str) -> None:
 def pdf(pages: list[list[str]], trailer: str = "") -> bytes:
     """A PDF with lines of text, one list per page, in Helvetica."""
     objects = [
-        "<< /Type /Catalog /Pages 2 0 R >>",
-        "",
-        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-    ]
+        "<< /Type /Catalog /Pages 2 0 R >>", "", "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]  # fmt: skip
     kids = []
     for lines in pages:
         text = "".join(f"({line}) Tj 0 -20 Td " for line in lines)
@@ -171,21 +169,17 @@ def test_pdf_drops_running_heads_and_joins_hyphens() -> None:
 
 def test_pdf_of_few_pages_keeps_every_line() -> None:
     assert extract(pdf([["Title", "body", "3"]]), "application/pdf").text.split("\n") == [
-        "Title",
-        "body",
-        "3",
-    ]
+        "Title", "body", "3",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (pdf([["secret"]], ENCRYPTED), "encrypted"),
-        (b"%PDF-1.7 and no more", "damaged"),
-        (b"%PDF-", "damaged"),
-        (b"", "damaged"),
+        (pdf([["secret"]], ENCRYPTED), "encrypted"), (b"%PDF-1.7 and no more", "damaged"),
+        (b"%PDF-", "damaged"), (b"", "damaged"),
     ],
-)
+)  # fmt: skip
 def test_unusable_pdf_is_rejected(data: bytes, reason: str) -> None:
     with pytest.raises(BadRecordError) as caught:
         extract(data, "application/pdf")

@@ -10,11 +10,9 @@ from whorl.data.quarantine import BadRecordError
 
 PARAGRAPH = "<p>A paragraph of the page that is long enough to be content, with words and more words.</p>"
 SHELLS = [
-    "{}",
-    "<article>{}</article>",
-    "<div><main><article>{}</article></main></div>",
+    "{}", "<article>{}</article>", "<div><main><article>{}</article></main></div>",
     "<div><div><div>{}</div></div></div>",
-]
+]  # fmt: skip
 SHOWN = [
     "a", "abbr", "acronym", "address", "article", "b", "bdi", "bdo", "big", "blockquote", "center", "cite", "code",
     "data", "dd", "del", "details", "dfn", "dir", "div", "dl", "dt", "em", "fieldset", "figcaption", "figure", "font",

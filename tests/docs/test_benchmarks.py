@@ -81,11 +81,9 @@ def test_page_has_a_column_for_each_kind(tmp_path: Path, monkeypatch: pytest.Mon
     row = next(line for line in report.page(report.load_results()).splitlines() if line.startswith("| c "))
     cells = [text.strip() for text in row.split("|")[4:8]]
     assert cells == [
-        "100 / 50: **4**, 2026-11-24",
-        "100 / 50: **3**, transcribed",
-        "100 / 50: **1.6** (missed), 2026-11-24",
-        "-",
-    ]
+        "100 / 50: **4**, 2026-11-24", "100 / 50: **3**, transcribed",
+        "100 / 50: **1.6** (missed), 2026-11-24", "-",
+    ]  # fmt: skip
     assert "a/new" not in str(report.load_results())  # quick figures fill cells only
     (tmp_path / "a.jsonl").unlink()
     row = next(line for line in report.page(report.load_results()).splitlines() if line.startswith("| c "))

@@ -36,9 +36,7 @@ CONFIG = EngineConfig(**LIMITS, max_num_batched_tokens=24, max_decode_slowdown=m
 # Sampling parameters, in turn. Speculation is cold enough that the text repeats itself.
 SAMPLING: dict[str, list[dict[str, Any]]] = {
     "plain": [
-        {"temperature": 0},
-        {"temperature": 1, "top_p": 1},
-        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 0}, {"temperature": 1, "top_p": 1}, {"temperature": 0.8, "top_p": 0.9},
         {"temperature": 1, "top_k": 7, "min_p": 0.05},
     ],
     "grammar": [{"temperature": 1, "top_p": 1}],
@@ -48,7 +46,7 @@ SAMPLING: dict[str, list[dict[str, Any]]] = {
         {"temperature": 0, "frequency_penalty": 1.5},
     ],
     "speculation": [{"temperature": t, "top_p": 1} for t in (0, 0, 0.5)],
-}
+}  # fmt: skip
 KINDS = tuple(SAMPLING)
 
 

@@ -22,11 +22,9 @@ from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample
 HEADS = {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
 # Changes to `TransformerConfig`; None is the project's own decoder.
 SHAPES: dict[str, dict[str, Any] | None] = {
-    "decoder": None,
-    "llama": {"mixers": {"m": HEADS}},
-    "mamba": {"mixers": {"m": {"kind": "mamba"}}},
+    "decoder": None, "llama": {"mixers": {"m": HEADS}}, "mamba": {"mixers": {"m": {"kind": "mamba"}}},
     "experts": {"mixers": {"m": HEADS}, "experts": EXPERTS},
-}
+}  # fmt: skip
 
 
 @contextmanager

@@ -27,10 +27,8 @@ def test_ladder_follows_its_rule_without_an_end() -> None:
     sizes = [width**2 * depth for width, depth in shapes]
     assert all(large > 1.3 * small for small, large in pairwise(sizes))
     assert [decoder_config(width, 2, 1024).mixers["attention"].head_dim for width in (64, 96, 192)] == [
-        64,
-        32,
-        64,
-    ]
+        64, 32, 64,
+    ]  # fmt: skip
 
 
 def test_step_time_is_a_line_in_depth_from_two_timings() -> None:

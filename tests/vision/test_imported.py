@@ -22,11 +22,9 @@ from whorl.store import Store
 from whorl.vision.load import load_vision
 
 PROCESSOR = {
-    "image_mean": [0.5, 0.4, 0.3],
-    "image_std": [0.2, 0.3, 0.4],
-    "resample": 2,
+    "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4], "resample": 2,
     "size": {"height": 8, "width": 8},
-}
+}  # fmt: skip
 IMAGES = np.stack([half_dark(kind, np.random.default_rng(kind)) for kind in range(3)])
 
 

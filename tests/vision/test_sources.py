@@ -158,13 +158,11 @@ def test_unusable_sources_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "must be given together"),
-        ({"source": "scenes", "path": "x"}, "must be given together"),
+        ({}, "must be given together"), ({"source": "scenes", "path": "x"}, "must be given together"),
         ({"source": "digits", "size": 16}, "grey images of 8 x 8"),
-        ({"source": "scenes", "size": 8}, "too small"),
-        ({"source": "scenes", "channels": 2}, "channels"),
+        ({"source": "scenes", "size": 8}, "too small"), ({"source": "scenes", "channels": 2}, "channels"),
     ],
-)
+)  # fmt: skip
 def test_contradictory_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ImagesConfig(**settings)

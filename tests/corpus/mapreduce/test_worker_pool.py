@@ -113,8 +113,3 @@ def test_worker_that_died_idle_is_replaced(tmp_path: Path) -> None:
     for number in processes(first):
         os.kill(number, 9)
     assert not processes(run(tmp_path, "second", pool=pool)) & processes(first)
-
-
-def test_key_of_a_unit_is_independent_of_isolation() -> None:
-    unit = Unit((Input("a", "00"),))
-    assert Stage("m:f", 1).key(unit) == Stage("m:f", 1, isolate=True).key(unit)

@@ -103,9 +103,7 @@ def reference(text: str) -> dict[str, Any]:
     by_feeds = re.split("\n+", text) if text else []
     duplicates = {"line": (by_feeds, repeated(by_feeds)), "paragraph": (paragraphs, repeated(paragraphs))}
     found = {
-        "unspaced_fraction": unspaced(text),
-        "n_words": len(words),
-        "n_wordlike": len(wordlike),
+        "unspaced_fraction": unspaced(text), "n_words": len(words), "n_wordlike": len(wordlike),
         "mean_word_length": sum(map(len, wordlike)) / max(len(wordlike), 1),
         "hash_ratio": text.count("#") / n_words,
         "ellipsis_ratio": (text.count("...") + text.count("…")) / n_words,
@@ -117,7 +115,7 @@ def reference(text: str) -> dict[str, Any]:
         "short_line_fraction": sum(len(s) <= 30 for s in filled) / max(len(filled), 1),
         "line_feeds_per_word": text.count("\n") / n_words,
         "line_repeat_characters": repeated(filled)[1] / max(len(text.replace("\n", "")), 1),
-    }
+    }  # fmt: skip
     for name, (items, (number, size)) in duplicates.items():
         found[f"duplicate_{name}_fraction"] = number / max(len(items), 1)
         found[f"duplicate_{name}_characters"] = size / n_characters

@@ -18,7 +18,7 @@ from whorl.evals.grading import grade_tasks
 from whorl.machine import device_probe
 from whorl.machine.device_probe import Measurement, choose
 from whorl.models import load_model
-from whorl.recipes import RunResult, load_recipe, parse_recipe, run_recipe
+from whorl.recipes import RunResult, load_recipe, run_recipe
 from whorl.report.format import format_percent
 from whorl.sandbox import Sandbox
 from whorl.store import Store
@@ -195,11 +195,6 @@ def test_stages_refuse_too_short_sequences(store: Store, done: RunResult) -> Non
         run(store, "rl.max_seq_len=14")
     with pytest.raises(DataError, match=r"(?s)there are no examples"):
         run(store, "sft.data.seq_len=8")
-
-
-def test_rl_without_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)rl has no parent in the role 'model'.*init_model"):
-        parse_recipe('[steps.tasks]\n[steps.init_model]\n[steps.rl]\nparents = ["tasks"]', "r.toml")
 
 
 @pytest.mark.parametrize(

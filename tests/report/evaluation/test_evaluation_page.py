@@ -110,11 +110,9 @@ def test_markup_of_models_never_reaches_the_page(tmp_path: Path) -> None:
         }  # fmt: skip
 
     task = {
-        "hash": evil,
-        "notes": [evil],
-        "measures": [{"metric": evil, "about": evil, "value": 0.5}],
+        "hash": evil, "notes": [evil], "measures": [{"metric": evil, "about": evil, "value": 0.5}],
         "by_group": {evil: {"metric": evil}},
-    }
+    }  # fmt: skip
     folder = write_evaluation(tmp_path / "a", evil, 5, change=spoil, results=task)
     text = write_page([folder, folder], tmp_path / "page.html", title=evil, verdicts=[evil]).read_text()
     assert "<img" not in text and "<!--" not in text

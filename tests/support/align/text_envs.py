@@ -74,12 +74,10 @@ class Faulty(TextEnv):
         if self.way == "raises":
             raise KeyError("state")
         return {
-            "wrong type": "good",
-            "not finite": Turn(reward=float("nan")),
-            "bad message": Turn([{"role": "tool"}]),
-            "bad count": Turn(info={"tool_calls": "two"}),
+            "wrong type": "good", "not finite": Turn(reward=float("nan")),
+            "bad message": Turn([{"role": "tool"}]), "bad count": Turn(info={"tool_calls": "two"}),
             "ends": Turn(reward=1.0, truncated=True),
-        }.get(self.way, Turn([{"role": "tool", "content": "x" * 40}], 0.5))
+        }.get(self.way, Turn([{"role": "tool", "content": "x" * 40}], 0.5))  # fmt: skip
 
 
 class Prepared(TextEnv):

@@ -97,11 +97,9 @@ EXPECTED = {
     "bits_per_byte": 0.96,
 }  # fmt: skip
 SCORES = [
-    ("n-gram, order 6", 1.262, "ngram"),
-    ("gzip -9, file by file", 1.729, "compressor"),
-    ("zstd -19, dictionary", 1.372, "compressor"),
-    ("PPMd order 10, primed", 1.020, "compressor"),
-]
+    ("n-gram, order 6", 1.262, "ngram"), ("gzip -9, file by file", 1.729, "compressor"),
+    ("zstd -19, dictionary", 1.372, "compressor"), ("PPMd order 10, primed", 1.020, "compressor"),
+]  # fmt: skip
 
 
 def reports() -> list[tuple[str, StepReport]]:

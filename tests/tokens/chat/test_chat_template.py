@@ -18,11 +18,9 @@ BYTES = [bytes([i]) for i in range(256)]
 CHATML = Tokenizer([*BYTES, b"<|", b"|>", b"im", b"im_", b"user", b"end"], (IM_START, IM_END, "<<"))
 BARE = Tokenizer(BYTES)
 CONVERSATION = [
-    {"role": "system", "content": "be kind"},
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "hello"},
-    {"role": "user", "content": "bye"},
-]
+    {"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"}, {"role": "user", "content": "bye"},
+]  # fmt: skip
 # A template that trims, searches and splits its input.
 FUSSY = r"""{{ bos_token }}{% for m in messages %}
 {% if m.role not in ["user", "assistant"] %}{{ raise_exception("no " + m.role) }}{% endif %}

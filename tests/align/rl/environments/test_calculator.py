@@ -43,10 +43,8 @@ GOOD = call('{"name": "calculator", "arguments": {"expression": "6*7"}}')
 @pytest.mark.parametrize(
     ("text", "content", "counts"),
     [
-        (GOOD, ["42"], (1, 0)),
-        (GOOD + GOOD.replace("6*7", "1/3"), ["42", "0.333333333333"], (2, 0)),
-        (call("6*7"), ["error: expected {"], (0, 1)),
-        ("<tool_call>\n{", ["error: expected {"], (0, 1)),
+        (GOOD, ["42"], (1, 0)), (GOOD + GOOD.replace("6*7", "1/3"), ["42", "0.333333333333"], (2, 0)),
+        (call("6*7"), ["error: expected {"], (0, 1)), ("<tool_call>\n{", ["error: expected {"], (0, 1)),
         (GOOD + call("6*7"), ["42"], (1, 1)),
         (call('{"name": "adder", "arguments": {}}'), ["error: no tool is named 'adder'"], (1, 1)),
         (call('{"name": "calculator", "arguments": [1]}'), ["error: expected the arguments"], (1, 1)),
@@ -55,7 +53,7 @@ GOOD = call('{"name": "calculator", "arguments": {"expression": "6*7"}}')
         (GOOD.replace("6*7", "1/0"), ["error: division by zero"], (1, 0)),
         (GOOD.replace("6*7", "9**9**9"), ["error: the result is too large"], (1, 0)),
     ],
-)
+)  # fmt: skip
 def test_calls_are_answered_and_malformed_ones_counted(text: str, content: list[str], counts: Any) -> None:
     turn = step(text)
     assert not turn.done and turn.reward == 0
