@@ -52,7 +52,7 @@ def run(data: Path, out: Path, units: Path) -> Counter[str]:
 
 
 def test_one_changed_file_runs_its_units_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[ingest.__module__], "BLOCK_BYTES", 7_000)
+    monkeypatch.setattr(sys.modules[ingest.__module__], "BLOCK_BYTES", 5_000)
     monkeypatch.setattr(stages, "RECORDS_PER_PARTITION", 300)  # 32 partitions of the bands' keys
     partitions = 32
     data, units, rng = tmp_path / "data", tmp_path / "units", random.Random(2)

@@ -153,14 +153,6 @@ def test_posts_without_question_or_number_are_rejected() -> None:
     assert sorted(found) == ["bad_field"] * 3 + ["no_question", "too_large"] + ["w " * 899 + "w"]
 
 
-def test_truncated_posts_keep_complete_rows() -> None:
-    data = posts(*(post(n, 1, f"<p>question {n}</p>") for n in range(20)))
-    *found, last = outcomes(read("stackexchange", data[: len(data) // 2]))
-    assert (
-        found == [f"question {n}" for n in range(data[: len(data) // 2].count(b"/>"))] and last == "damaged"
-    )
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(-3, 3)), max_size=12), st.randoms())
 def test_threads_do_not_depend_on_order_of_rows(answers: list[tuple[int, int]], random: Any) -> None:
