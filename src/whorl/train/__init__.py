@@ -15,30 +15,26 @@ from whorl._lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from whorl.train.config import OptimConfig, ScheduleConfig, TrainConfig
     from whorl.train.learner.ema import EMA
-    from whorl.train.learner.learner import Learner, SharedState
+    from whorl.train.learner.learner import Learner
     from whorl.train.learner.loop import StopTraining, train_loop
     from whorl.train.learner.update import DivergedError, ParamOptim, TargetNetwork, Update, all_adamw
-    from whorl.train.lm.objective import LMObjective, param_optims
     from whorl.train.optim.clipping import clip_grad_norm_
-    from whorl.train.optim.decay_mask import decayed_parameters
     from whorl.train.optim.lr_schedule import lr_scale
     from whorl.train.optim.optimizer import Optimizer, OptimizerInputs
-    from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, orthogonalize
+    from whorl.train.optim.optimizers import AdamW, Muon
     from whorl.train.optim.soap import SOAP
     from whorl.train.optim.torch_optimizer import TorchOptimizer
 
 _MODULES = {
     "config": ("OptimConfig", "ScheduleConfig", "TrainConfig"),
     "learner.ema": ("EMA",),
-    "learner.learner": ("Learner", "SharedState"),
+    "learner.learner": ("Learner",),
     "learner.loop": ("StopTraining", "train_loop"),
     "learner.update": ("DivergedError", "ParamOptim", "TargetNetwork", "Update", "all_adamw"),
-    "lm.objective": ("LMObjective", "param_optims"),
     "optim.clipping": ("clip_grad_norm_",),
-    "optim.decay_mask": ("decayed_parameters",),
     "optim.lr_schedule": ("lr_scale",),
     "optim.optimizer": ("Optimizer", "OptimizerInputs"),
-    "optim.optimizers": ("AdamW", "Muon", "SparseAdagrad", "orthogonalize"),
+    "optim.optimizers": ("AdamW", "Muon"),
     "optim.soap": ("SOAP",),
     "optim.torch_optimizer": ("TorchOptimizer",),
 }
@@ -47,7 +43,6 @@ __all__ = [
     "SOAP",
     "AdamW",
     "DivergedError",
-    "LMObjective",
     "Learner",
     "Muon",
     "OptimConfig",
@@ -55,8 +50,6 @@ __all__ = [
     "OptimizerInputs",
     "ParamOptim",
     "ScheduleConfig",
-    "SharedState",
-    "SparseAdagrad",
     "StopTraining",
     "TargetNetwork",
     "TorchOptimizer",
@@ -64,10 +57,7 @@ __all__ = [
     "Update",
     "all_adamw",
     "clip_grad_norm_",
-    "decayed_parameters",
     "lr_scale",
-    "orthogonalize",
-    "param_optims",
     "train_loop",
 ]
 __getattr__, __dir__ = lazy_exports(__name__, _MODULES)

@@ -102,10 +102,9 @@ class AsyncWriter:
 
     Args:
         staging: holds the bytes of a request; they may not change until its reply.
-        priority: of the process: "nice", "idle" (SCHED_IDLE) or "normal".
     """
 
-    def __init__(self, staging: StagingBuffer, *, thread: bool = False, priority: str = "nice") -> None:
+    def __init__(self, staging: StagingBuffer, *, thread: bool = False) -> None:
         self.staging, self.process, self.thread = staging, None, None
         if thread or staging.fd < 0:
             self._requests: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -115,7 +114,7 @@ class AsyncWriter:
             return
         self.process = Child(
             "whorl.train.checkpoint.writer_process:serve_requests", Descriptor(staging.fd), name="checkpoints",
-            preload=(__name__,), nice=NICE if priority == "nice" else 0, policy="SCHED_IDLE" if priority == "idle" else "",
+            preload=(__name__,), nice=NICE,
             ignore=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
         )  # fmt: skip
 
