@@ -18,7 +18,7 @@ from whorl.nn.attention.backends import attend
 from whorl.nn.attention.mask import Mask
 from whorl.nn.attention.short_conv import ShortConvolution, Smear
 from whorl.nn.attention.token_cache import TokenCacheMixer
-from whorl.nn.convolution import Conv2d
+from whorl.nn.convolution import Conv2d, ConvTranspose2d, ResizeConv
 from whorl.nn.experts import MixtureOfExperts, MoERouter
 from whorl.nn.mamba import Mamba
 from whorl.nn.mlp import MLP
@@ -93,6 +93,10 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     # Convolutions and patches.
     ("groups is 3", lambda: Conv2d(4, 6, 3, groups=3)),
     ("stride is 0", lambda: Conv2d(4, 6, 3, stride=0)),
+    ("kernel_size is 2", lambda: ConvTranspose2d(4, 6, 2, stride=3)),
+    ("kernel_size is 2 at stride 1", lambda: ConvTranspose2d(4, 6, 2, stride=1)),
+    ("kernel_size is 4", lambda: ResizeConv(4, 6, 4)),
+    ("mode is 'cubic'", lambda: ResizeConv(4, 6, mode="cubic")),
     ("patch is 3 and the image 8 x 6", lambda: to_patches(torch.zeros(1, 1, 8, 6), 3)),
     (r"images are \[8, 6\]", lambda: to_patches(torch.zeros(8, 6), 2)),
     ("2 channels", lambda: PatchEmbedding(1, 2, 8)(torch.zeros(1, 2, 4, 4))),

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from whorl.nn.convolution import Conv2d
+from whorl.nn.convolution import Conv2d, ConvTranspose2d
 from whorl.nn.experts import Experts, MoERouter
 from whorl.nn.linear import Linear
 
 MATRIX_LAYERS = (
-    Linear, MoERouter, Conv2d,
+    Linear, MoERouter, Conv2d, ConvTranspose2d,
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 
