@@ -14,10 +14,10 @@ from whorl._lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from whorl.train.config import OptimConfig, ScheduleConfig, TrainConfig
-    from whorl.train.learner.ema import EMA
+    from whorl.train.learner.average import Average
     from whorl.train.learner.learner import Learner
     from whorl.train.learner.loop import StopTraining, train_loop
-    from whorl.train.learner.update import DivergedError, ParamOptim, TargetNetwork, Update, all_adamw
+    from whorl.train.learner.update import DivergedError, ParamOptim, Update, all_adamw
     from whorl.train.optim.clipping import clip_grad_norm_
     from whorl.train.optim.lr_schedule import lr_scale
     from whorl.train.optim.optimizer import Optimizer, OptimizerInputs
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "config": ("OptimConfig", "ScheduleConfig", "TrainConfig"),
-    "learner.ema": ("EMA",),
+    "learner.average": ("Average",),
     "learner.learner": ("Learner",),
     "learner.loop": ("StopTraining", "train_loop"),
-    "learner.update": ("DivergedError", "ParamOptim", "TargetNetwork", "Update", "all_adamw"),
+    "learner.update": ("DivergedError", "ParamOptim", "Update", "all_adamw"),
     "optim.clipping": ("clip_grad_norm_",),
     "optim.lr_schedule": ("lr_scale",),
     "optim.optimizer": ("Optimizer", "OptimizerInputs"),
@@ -39,9 +39,9 @@ _MODULES = {
     "optim.torch_optimizer": ("TorchOptimizer",),
 }
 __all__ = [
-    "EMA",
     "SOAP",
     "AdamW",
+    "Average",
     "DivergedError",
     "Learner",
     "Muon",
@@ -51,7 +51,6 @@ __all__ = [
     "ParamOptim",
     "ScheduleConfig",
     "StopTraining",
-    "TargetNetwork",
     "TorchOptimizer",
     "TrainConfig",
     "Update",

@@ -27,7 +27,7 @@ from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.train.checkpoint.format import restore
 from whorl.train.checkpoint.manager import CheckpointManager, branch_folder
 from whorl.train.determinism import deterministic
-from whorl.train.learner.ema import EMA, allocate_ema
+from whorl.train.learner.average import EMA_INTERVAL, Average, Averages
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import StopTraining, Stopwatch, train_loop
 from whorl.train.learner.loss_scaler import LossScaler
@@ -114,7 +114,7 @@ class Trainer(Generic[R]):
                 self._train(shared, start)
             finally:
                 self.group.close()
-        self.ema.bind(task.networks, use_ema=self.steps_done == task.steps or self.stopped)
+        self.averages.bind(task.networks, use_average=self.steps_done == task.steps or self.stopped)
         task.networks.eval()
 
     def _resume(self, last: int) -> tuple[SharedState, ResumePoint]:
@@ -128,7 +128,7 @@ class Trainer(Generic[R]):
             task.load_state_dict(found.metadata.get("task", found.metadata), own)
         shared = task.allocate(self.options.replicas)
         if self.options.ema:
-            allocate_ema(shared, self.options.replicas)
+            shared.allocate_averages(self.options.replicas)
         first, metadata = 0, dict[str, Any]()
         if found is not None and checkpoints is not None:
             first, metadata = found.step, found.metadata
@@ -171,7 +171,8 @@ class Trainer(Generic[R]):
         self.accept_step = self.guard.accept_step
         self.snapshot_every = guard.snapshot_every or max(guard.patience, task.steps // 8)
         self.rollback_store = RollbackStore(self.checkpoints) if self.checkpoints is not None else None
-        self.ema = EMA(shared, options.ema, self.group)
+        ema = Average("", options.ema, every=EMA_INTERVAL)
+        self.averages = Averages([ema], shared.weights, shared.averages, self.group)
         self.stopwatch = PreemptionHandler(listen=self.checkpoints is not None)
         self._hold_preemption()
         try:
@@ -205,7 +206,7 @@ class Trainer(Generic[R]):
     def _on_step_end(self, done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
         task, skipped = self.task, "skipped" in metrics
         self.moe.discard_step() if skipped else self.moe.on_step_end(done)
-        self.ema.on_step_end(done)
+        self.averages.on_round_end(done)
         self._follow_guard(done)
         self.steps_done = done
         self._save_copies(done)
@@ -272,7 +273,7 @@ class Trainer(Generic[R]):
 
     def _evaluate(self, done: int) -> None:
         self.task.networks.eval()
-        with self.ema.average_parameters(self.task.networks):
+        with self.averages.average_parameters(self.task.networks):
             with self.stopwatch.during("validation"):
                 metrics = self.task.evaluate()
             self.validation_pending = False

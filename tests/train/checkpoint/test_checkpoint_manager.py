@@ -28,7 +28,6 @@ from whorl.train.checkpoint.remote import RemoteStore
 from whorl.train.checkpoint.size_report import bytes_per_parameter, format_line
 from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.config import CheckpointConfig
-from whorl.train.learner.ema import allocate_ema
 from whorl.train.lm.build import allocate_shared, build_model
 from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
 from whorl.train.task import TrainCallback
@@ -265,7 +264,7 @@ def test_bytes_per_parameter_sums_and_explains(tokens: Path) -> None:
     wanted = job(tokens, ema=0.9)
     model = build_model(wanted)
     shared = allocate_shared(model, wanted)
-    allocate_ema(shared, 1)
+    shared.allocate_averages(1)
     tensors = shared.tensors()
     count = model.params()["total"]
     parts = {p["part"]: p for p in bytes_per_parameter(tensors, count)}

@@ -18,9 +18,10 @@ from torch import nn
 from whorl.errors import ConfigError
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
+from whorl.train.learner.average import Average
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch, train_loop
-from whorl.train.learner.update import MicroBatch, ParamOptim, TargetNetwork, Update, all_adamw
+from whorl.train.learner.update import MicroBatch, ParamOptim, Update, all_adamw
 from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.profiling.step_timer import random_batch
 
@@ -90,9 +91,20 @@ def test_metrics_are_weighted_by_loss_tokens() -> None:
 def test_target_network_follows_moving_average() -> None:
     nets = networks()
     first = nets["target"].weight.detach().clone()
-    average = TargetNetwork("target.", "a.", 0.75)
-    run(Learner(nets, [adamw_update(nets, 0.1)], target_networks=[average]), [part()])
+    average = Average("a.", 0.75, target="target.")
+    run(Learner(nets, [adamw_update(nets, 0.1)], averages=[average]), [part()])
     assert torch.allclose(nets["target"].weight, 0.75 * first + 0.25 * nets["a"].weight)
+
+
+def test_target_network_is_copied_at_intervals() -> None:
+    nets = networks()
+    first = nets["target"].weight.detach().clone()
+    copy = Average("a.", 0.0, every=2, target="target.")
+    learner = Learner(nets, [adamw_update(nets, 0.1)], averages=[copy])
+    run(learner, [part()])
+    assert torch.equal(nets["target"].weight, first)
+    run(learner, [part()])
+    assert torch.equal(nets["target"].weight, nets["a"].weight) and not torch.equal(first, nets["a"].weight)
 
 
 def test_check_updates_invalid_raises() -> None:
@@ -103,11 +115,13 @@ def test_check_updates_invalid_raises() -> None:
         ([unknown], [], "trains 'c'"),
         ([twice, twice], [], "trained by the updates 0 and 1"),
         ([Update(twice.objective, {}, every=0)], [], "every 0 rounds"),
-        ([twice], [TargetNetwork("target.", "c.", 0.9)], r"no source 'c\.weight'"),
-        ([twice], [TargetNetwork("a.", "b.", 0.9)], "is a target and trained"),
+        ([twice], [Average("c.", 0.9, target="target.")], r"no source 'c\.weight'"),
+        ([twice], [Average("b.", 0.9, target="a.")], "is a target and trained"),
+        ([twice], [Average("a.", 0.9, every=0, target="target.")], "every 0 rounds"),
+        ([twice], [Average("a.", 1.5, target="target.")], r"decay 1\.5"),
     ):
         with pytest.raises(ConfigError, match=words):
-            Learner(nets, updates, target_networks=targets)
+            Learner(nets, updates, averages=targets)
 
 
 def test_step_reuses_memory(tokens: Path) -> None:

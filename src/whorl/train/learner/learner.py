@@ -25,7 +25,8 @@ from whorl.errors import ConfigError
 from whorl.nn.norm import BatchNorm
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
-from whorl.train.learner.update import GradHook, ParamOptim, TargetNetwork, Update, check_updates
+from whorl.train.learner.average import Average, Averages
+from whorl.train.learner.update import GradHook, ParamOptim, Update, check_updates
 from whorl.train.learner.zero1 import partition_parameters
 from whorl.train.optim.clipping import clip_scale, squared_norm, sum_replicas
 from whorl.train.optim.flat_views import contiguous_zeros, flatten_views
@@ -39,7 +40,7 @@ class SharedState:
 
     weights, buffers: by parameter or buffer name; state: by "parameter/moment". gradients: [replicas, ...] for each
     dense parameter. row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse parameter.
-    ema: averages of the weights if enabled (`ema.py`). has_gradient: [replicas, dense parameters] bool, in the order of
+    averages: of the weights if enabled (`average.py`). has_gradient: [replicas, dense parameters] bool, in the order of
     `gradients`: whether a replica's backward gave one in this step. Only rank 0 writes a buffer, between two barriers.
     """
 
@@ -50,7 +51,7 @@ class SharedState:
     row_gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     has_gradient: Tensor
-    ema: dict[str, Tensor] = field(default_factory=dict)
+    averages: dict[str, Tensor] = field(default_factory=dict)
     PREFIXES: ClassVar[tuple[str, ...]] = ("weights/", "buffers/", "state/", "averages/")  # of `tensors`
 
     @classmethod
@@ -123,13 +124,20 @@ class SharedState:
         has_gradient = shared(replicas, len(gradients), dtype=torch.bool)
         return cls(weights, state, gradients, ids, values, buffers, has_gradient)
 
+    def allocate_averages(self, replicas: int) -> None:
+        """Allocate averages of all weights, initialized with the weights."""
+        for name, weight in self.weights.items():
+            self.averages[name] = weight.detach().float().clone()  # in bf16 small changes would round to zero
+            if replicas > 1:
+                self.averages[name].share_memory_()  # type: ignore[no-untyped-call]
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint: weights, buffers, moments and averages."""
         return {
             **{f"weights/{n}": t for n, t in self.weights.items()},
             **{f"buffers/{n}": t for n, t in self.buffers.items()},
             **{f"state/{n}": t for n, t in self.state.items()},
-            **{f"averages/{n}": t for n, t in self.ema.items()},
+            **{f"averages/{n}": t for n, t in self.averages.items()},
         }
 
 
@@ -150,7 +158,7 @@ class Learner:
         networks: their parameters are bound to the shared weights.
         updates: run in this order in every round.
         shared: made by rank 0 with `SharedState.allocate`; allocated here by default, for one replica.
-        target_networks: pairs of a target and its source.
+        averages: target networks, updated after every round.
         steps_done: rounds done before (a resumed run), for Adam's bias correction and Muon's groups.
 
     Raises:
@@ -164,11 +172,11 @@ class Learner:
         shared: SharedState | None = None,
         process_group: ProcessGroup | None = None,
         *,
-        target_networks: Sequence[TargetNetwork] = (),
+        averages: Sequence[Average] = (),
         dtype: torch.dtype = torch.float32,
         steps_done: int = 0,
     ) -> None:
-        check_updates(networks, list(updates), list(target_networks))
+        check_updates(networks, list(updates), averages)
         param_optims = {n: t for update in updates for n, t in update.param_optims.items()}
         self.networks, self.process_group = networks, process_group or ProcessGroup()
         self.shared = shared or SharedState.allocate(networks, param_optims, contiguous=True)
@@ -179,27 +187,17 @@ class Learner:
             setattr(module, own, self.shared.buffers[name])
         self.parameters = dict(networks.named_parameters())
         self.updates = [UpdateState(update, self, dtype, steps_done) for update in updates]
-        self.target_networks = [
-            (name, average.source + name[len(average.target) :], average.decay)
-            for average in target_networks
-            for name in self.parameters
-            if name.startswith(average.target)
-        ]
+        self.averages = Averages(averages, self.shared.weights, self.shared.averages, self.process_group)
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """The current weights by name: the shared tensors, not copies."""
         return self.shared.weights
 
-    @torch.no_grad()
     def end_round(self) -> None:
         """Move the target networks; called after all updates of a round."""
-        if self.target_networks:
-            if self.process_group.rank == 0:
-                for target, source, decay in self.target_networks:
-                    self.shared.weights[target].lerp_(self.shared.weights[source], 1 - decay)
-            self.process_group.all_gather_scalars()
         self.rounds += 1
+        self.averages.on_round_end(self.rounds)
 
 
 class UpdateState:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError, WhorlError
 from whorl.objectives.next_token import Loss
 from whorl.train.config import OPTIMIZERS
+from whorl.train.learner.average import Average
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.optim.decay_mask import decayed_parameters
 from whorl.train.optim.stochastic_rounding import Rounding
@@ -126,18 +127,6 @@ class Update:
         return [*(name for name in OPTIMIZERS if name in used), *sorted(used - set(OPTIMIZERS))]
 
 
-@dataclass(frozen=True)
-class TargetNetwork:
-    """A target network: after every round the parameters under `target` move towards those under `source`.
-
-    target += (1 - decay) (source - target), Polyak averaging as in Lillicrap et al. 2016, arXiv:1509.02971.
-    """
-
-    target: str
-    source: str
-    decay: float
-
-
 def all_adamw(networks: nn.Module, lr: float, prefix: str = "") -> dict[str, ParamOptim]:
     """Return AdamW at one learning rate for every parameter with this name prefix; matrices may decay."""
     decaying = decayed_parameters(networks)
@@ -148,7 +137,7 @@ def all_adamw(networks: nn.Module, lr: float, prefix: str = "") -> dict[str, Par
     }
 
 
-def check_updates(networks: nn.Module, updates: list[Update], target_networks: list[TargetNetwork]) -> None:
+def check_updates(networks: nn.Module, updates: list[Update], averages: Sequence[Average]) -> None:
     """Check that every name exists and that no parameter is trained twice.
 
     Raises:
@@ -176,10 +165,15 @@ def check_updates(networks: nn.Module, updates: list[Update], target_networks: l
                     expected="one update per parameter",
                 )
             taken[name] = number
-    for target in target_networks:
+    for average in averages:
+        if average.every < 1 or not 0 <= average.decay <= 1:
+            raise ConfigError(
+                f"the average of {average.source!r} has decay {average.decay:g} every {average.every} rounds",
+                expected="a decay from 0 to 1, and at least 1 round",
+            )
         for name in known:
-            if name.startswith(target.target):
-                source = target.source + name[len(target.target) :]
+            if average.target is not None and name.startswith(average.target):
+                source = average.source + name[len(average.target) :]
                 if source not in known or known[source].shape != known[name].shape:
                     raise ConfigError(f"the target {name!r} has no source {source!r} of its shape")
                 if name in taken:

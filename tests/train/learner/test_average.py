@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whorl.models import Transformer
 from whorl.train.checkpoint.format import load_latest
-from whorl.train.learner.ema import UPDATE_INTERVAL
+from whorl.train.learner.average import EMA_INTERVAL
 from whorl.train.lm.build import build_model
 
 
@@ -33,7 +33,7 @@ def test_ema_matches_formula_and_survives_resume(tokens: Path, tmp_path: Path) -
     averaged = assert_resume_is_exact(wanted, tmp_path, 17, watching)
     expected = weights(build_model(plain))
     for done in (10, 20, 30):
-        b = min(0.9**UPDATE_INTERVAL, (1 + done) / (10 + done))
+        b = min(0.9**EMA_INTERVAL, (1 + done) / (10 + done))
         expected = {n: b * average + (1 - b) * raw.seen[done][n] for n, average in expected.items()}
         torch.testing.assert_close(watching.seen[done], expected)
     torch.testing.assert_close(weights(averaged), expected)
