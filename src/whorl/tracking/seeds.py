@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 
 def derive(seed: int, *names: str | int) -> int:
@@ -35,6 +36,19 @@ def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
     import numpy as np
 
     return np.random.Generator(np.random.PCG64(derive(seed, *names)))
+
+
+def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the finalizer of SplitMix64 of each number: a bijection in which every input bit affects every output bit.
+
+    Source: Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195. Hashes of text use it, too: the low bits of a polynomial
+    are weak. The bits decide sampled tokens, arithmetic problems and near duplicates, so they never change.
+    """
+    import numpy as np
+
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 class ReseedableRNG:

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from whorl.align.data.formats import Conversation, PromptCompletion
 from whorl.errors import ConfigError, DataError, one_of
 from whorl.evals.grading.task import VerifiableTask
+from whorl.tracking.seeds import splitmix64
 
 ANSWER_PREFIX = "#### "  # precedes the answer on the last line
 SLOTS = 12  # draws per problem: level, and for up to 4 terms the numbers, operators and order
@@ -242,18 +243,11 @@ def digit_steps(step: str) -> str:
 def hash_draws(seed: int, indices: NDArray[np.uint64], attempt: int, n_draws: int) -> NDArray[np.uint64]:
     """Return [len(indices), n_draws] hashes of (seed, index, attempt, draw), each uniform over uint64."""
     with np.errstate(over="ignore"):
-        state = _splitmix64(np.array([seed % 2**64], dtype=np.uint64))
-        state = _splitmix64(state ^ _splitmix64(indices + np.uint64(1)))
-        state = _splitmix64(state + np.uint64(attempt))
+        state = splitmix64(np.array([seed % 2**64], dtype=np.uint64))
+        state = splitmix64(state ^ splitmix64(indices + np.uint64(1)))
+        state = splitmix64(state + np.uint64(attempt))
         steps = np.arange(1, n_draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        return _splitmix64(state[:, None] + steps)
-
-
-def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the final steps of splitmix64: a bijection of uint64 in which every input bit affects every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+        return splitmix64(state[:, None] + steps)
 
 
 # A subexpression: text, precedence (* 2, + and - 1, number 3), value, key that ignores operand order, and the steps of

@@ -16,10 +16,15 @@ constexpr int PASS = LANES * BLOCK;
 constexpr size_t MAX_KEPT_PER_BUCKET = 256;
 constexpr size_t MAX_COMPARED_ALL = 16;
 
-inline uint64_t mix(uint64_t x) {  // finalizer of splitmix64
+template <typename T>  // a number or Lanes
+inline void splitmix64(T& x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-    return x ^ (x >> 31);
+    x = x ^ (x >> 31);
+}
+inline uint64_t mix(uint64_t x) {
+    splitmix64(x);
+    return x;
 }
 
 struct Powers {
@@ -203,9 +208,7 @@ void hash_windows(const uint64_t* words, int64_t n, int32_t size, uint64_t* out)
             std::memcpy(&word, words + i + j, sizeof word);
             x = x * P + word;
         }
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-        x = x ^ (x >> 31);
+        splitmix64(x);
         std::memcpy(out + i, &x, sizeof x);
     }
     for (; i < n; i++) {

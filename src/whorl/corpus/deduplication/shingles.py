@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from whorl.corpus.deduplication.native import library, pointer
 from whorl.corpus.deduplication.settings import MinHashConfig
+from whorl.tracking.seeds import splitmix64
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,7 +42,7 @@ BLOCK_BYTES = 2_000_000  # of text that are hashed at a time
 
 _MASK = (1 << 64) - 1
 P = 0x9E3779B97F4A7C15  # odd, so invertible modulo 2^64
-_P_INVERSE = pow(P, -1, 1 << 64)
+P_INVERSE = pow(P, -1, 1 << 64)
 _WORD_BYTES = [*range(48, 58), *range(65, 91), 95, *range(97, 123), *range(128, 256)]
 _SPACES = [9, 10, 11, 12, 13, 32]
 
@@ -165,7 +166,7 @@ def _block_shingles(texts: TextBlock, config: MinHashConfig) -> tuple[NDArray[np
     shingles = np.zeros(len(at), np.uint64)
     for i in range(config.shingle):
         shingles = shingles * np.uint64(P) + np.where(left > i, words[np.minimum(at + i, len(words) - 1)], 0)
-    return mix(shingles), first
+    return splitmix64(shingles), first
 
 
 def _word_bounds(
@@ -207,34 +208,27 @@ def shingle_hashes(text: bytes, config: MinHashConfig | None = None) -> set[int]
         is_tail, begins = byte & 0xC0 == 0x80, not is_character and bool(STANDS_ALONE[byte << 8 | following])
         continues = is_tail if is_character or alone else table[byte] != 0 and not begins
         if word and not continues:
-            words.append(_mix_one(sum(b * pow(P, i, 1 << 64) for i, b in enumerate(word))))
+            words.append(sum(b * pow(P, i, 1 << 64) for i, b in enumerate(word)) & _MASK)
             word = []
         if word or (table[byte] and not (is_character and is_tail)):
             alone = alone if word else begins
             word.append(table[byte])
         else:
             alone = False
-    out = set()
+    words, out = splitmix64(np.array(words, np.uint64)).tolist(), []
     for at in range(max(len(words) - config.shingle + 1, 1)):
         shingle = 0
         window = words[at : at + config.shingle]
         for value in window + [0] * (config.shingle - len(window)):
             shingle = (shingle * P + value) & _MASK
-        out.add(_mix_one(shingle))
-    return out
+        out.append(shingle)
+    return set(splitmix64(np.array(out, np.uint64)).tolist())
 
 
 def jaccard_similarity(a: bytes, b: bytes, config: MinHashConfig | None = None) -> float:
     """Reference: return the exact Jaccard similarity of two documents' shingles."""
     first, second = shingle_hashes(a, config), shingle_hashes(b, config)
     return len(first & second) / len(first | second)
-
-
-def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Finalizer of splitmix64: spreads a polynomial hash, whose low bits are weak, over all 64 bits."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def span_hashes(
@@ -247,7 +241,7 @@ def span_hashes(
     """
     sums = np.zeros(len(values) + 1, np.uint64)
     np.cumsum(values * _powers(P, len(values)), out=sums[1:])
-    return mix((sums[ends] - sums[starts]) * _powers(_P_INVERSE, len(values) + 1)[starts])
+    return splitmix64((sums[ends] - sums[starts]) * _powers(P_INVERSE, len(values) + 1)[starts])
 
 
 def _powers(base: int, n: int) -> NDArray[np.uint64]:
@@ -262,11 +256,3 @@ def _power_table(base: int, n: int) -> NDArray[np.uint64]:
     np.multiply.accumulate(out, out=out)
     out.setflags(write=False)
     return out
-
-
-def _mix_one(x: int) -> int:
-    """`mix` of one number."""
-    x &= _MASK
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
-    return x ^ (x >> 31)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.measures.scan import Hashes, Ints, Scan, mix
+from whorl.corpus.measures.scan import Hashes, Ints, Scan
+from whorl.tracking.seeds import splitmix64
 
 TOP_ORDERS, DUPLICATE_ORDERS = (2, 3, 4), (5, 6, 7, 8, 9, 10)
 COLUMNS = {
@@ -33,12 +34,12 @@ def repetition(scan: Scan) -> dict[str, NDArray[Any]]:
     n_words, lengths = len(scan.word_text), scan.word_end - scan.word_begin
     sums = np.concatenate([[0], np.cumsum(lengths)])
     left = scan.first_word[1:][scan.word_text] - np.arange(n_words)  # words to the end of the text
-    grams, at = mix(scan.words + scan.word_text.astype(np.uint64) * _STEP), np.arange(n_words)
+    grams, at = splitmix64(scan.words + scan.word_text.astype(np.uint64) * _STEP), np.arange(n_words)
     for n in range(2, DUPLICATE_ORDERS[-1] + 1):
         # `at`: words at which an (n-1)-gram begins that repeats, as does the next one
         keep = left[at] >= n
         grams, at = grams[keep], at[keep]
-        grams = mix(grams * _STEP + scan.words[at + n - 1])
+        grams = splitmix64(grams * _STEP + scan.words[at + n - 1])
         grams, at, group, first = _repeated(grams, at)
         if n in TOP_ORDERS:
             columns[f"top_{n}_gram_characters"] = _top(scan, n, at, group, first, sums) / length
@@ -155,7 +156,7 @@ def _paragraphs(scan: Scan, length: Ints) -> dict[str, NDArray[Any]]:
 
 def _repeats_earlier(scan: Scan, begin: Ints, end: Ints, text: Ints) -> NDArray[np.bool_]:
     """Return whether each run of characters equals an earlier one of the same text."""
-    keys = mix(scan.hashes(begin, end) + text.astype(np.uint64) * _STEP)
+    keys = splitmix64(scan.hashes(begin, end) + text.astype(np.uint64) * _STEP)
     _, at, _, first = _repeated(keys, np.arange(len(keys)))
     later = np.zeros(len(keys), bool)
     later[at] = True

@@ -19,7 +19,9 @@ import regex
 from numpy.typing import NDArray
 
 from whorl.corpus.deduplication.shingles import NO_SPACES as SCRIPTS_WITHOUT_SPACES
+from whorl.corpus.deduplication.shingles import P_INVERSE, P
 from whorl.corpus.measures.measure import Texts
+from whorl.tracking.seeds import splitmix64
 
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
@@ -27,8 +29,6 @@ Hashes = NDArray[np.uint64]
 CHUNK_CHARACTERS = 1 << 18  # so that the arrays of a chunk fit a CPU's cache
 # WORDLIKE: neither space nor punctuation. NO_SPACES: of a script without spaces between words.
 SPACE, WORDLIKE, LETTER, LINE_BREAK, TERMINAL, NO_SPACES = (1 << i for i in range(6))
-_P = 0x9E3779B97F4A7C15
-_P_INVERSE = pow(_P, -1, 1 << 64)
 _LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # of str.splitlines
 # Punctuation: the Unicode categories P and Cc, and the symbols of ASCII.
 _CLASSES = {SPACE: r"[\s\x1c-\x1f]", LETTER: r"\p{L}", TERMINAL: r"[\p{Sentence_Terminal}．｡]"}
@@ -111,7 +111,7 @@ class Scan:
 
     def hashes(self, begin: Ints, end: Ints) -> Hashes:
         """Return the hash of each run [begin, end) of characters."""
-        return mix((self._sums[end] - self._sums[begin]) * powers(len(self.codes))[1][begin])
+        return splitmix64((self._sums[end] - self._sums[begin]) * powers(len(self.codes))[1][begin])
 
     @cached_property
     def words(self) -> Hashes:
@@ -165,13 +165,6 @@ def scan(texts: Sequence[str]) -> Scan:
     return Scan(texts, codes, begin, end)
 
 
-def mix(x: Hashes) -> Hashes:
-    """Finalizer of splitmix64: spreads a polynomial hash, whose low bits are weak, over all 64 bits."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
 def word_hash(word: str) -> int:
     """Return the hash of one word."""
     return int(scan([word]).words[0])
@@ -189,7 +182,7 @@ def powers(n: int) -> tuple[Hashes, Hashes]:
 @cache
 def _powers(n: int) -> tuple[Hashes, Hashes]:
     found = []
-    for base in (_P, _P_INVERSE):
+    for base in (P, P_INVERSE):
         factors = np.full(n, base, np.uint64)
         factors[:1] = 1
         found.append(np.multiply.accumulate(factors))

@@ -38,6 +38,7 @@ from whorl.engine.sampling.cpu_sampler import (
 from whorl.engine.sampling.penalties import TokenCounts, apply_logit_bias, apply_penalties
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import DataError
+from whorl.tracking.seeds import splitmix64
 
 __all__ = ["NoValidTokenError", "Sampler", "SamplerRow", "SamplingParams", "distribution", "uniforms"]
 
@@ -82,19 +83,9 @@ class SamplerRow:
 def uniforms(seeds: Sequence[int], counters: Sequence[int], stream: int = 0) -> NDArray[np.float64]:
     """One number in [0, 1) for each (seed, counter): [n]. Any integers; `stream` selects an independent stream."""
     start = np.array([(seed + stream * STREAM_MULTIPLIER) & UINT64_MASK for seed in seeds], np.uint64)
-    state = (
-        _splitmix64(start)
-        + np.array([counter & UINT64_MASK for counter in counters], np.uint64) * GOLDEN_GAMMA
-    )
-    return (_splitmix64(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output for `state`: a bijection of 64 bits."""
-    x = state + GOLDEN_GAMMA
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    steps = np.array([counter & UINT64_MASK for counter in counters], np.uint64) * GOLDEN_GAMMA
+    state = splitmix64(start + GOLDEN_GAMMA) + steps
+    return (splitmix64(state + GOLDEN_GAMMA) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def distribution(

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from whorl.corpus.deduplication.native import library, pointer
 from whorl.corpus.deduplication.settings import MinHashConfig
-from whorl.corpus.deduplication.shingles import P, TextBlock, block_shingles, mix, shingle_hashes
+from whorl.corpus.deduplication.shingles import P, TextBlock, block_shingles, shingle_hashes
+from whorl.tracking.seeds import splitmix64
 
 _PASS = 64  # PASS of native.cpp
 
@@ -80,7 +81,7 @@ def band_keys(signatures: NDArray[np.uint32], config: MinHashConfig) -> NDArray[
     for band in range(config.bands):
         key = np.full(len(out), band, np.uint64)
         for row in range(config.rows):
-            key = mix(key ^ signatures[:, band * config.rows + row].astype(np.uint64)) * np.uint64(P)
+            key = splitmix64(key ^ signatures[:, band * config.rows + row].astype(np.uint64)) * np.uint64(P)
         out[:, band] = key
     return out
 
@@ -123,7 +124,7 @@ def signature_digests(signatures: NDArray[np.uint16]) -> NDArray[np.uint64]:
         native.whorl_digest(pointer(rows), len(rows), rows.shape[1], pointer(found))
         return found
     for column in rows.T:
-        found = mix(found ^ column) * np.uint64(P)
+        found = splitmix64(found ^ column) * np.uint64(P)
     return found
 
 

@@ -42,7 +42,7 @@ from whorl.corpus.deduplication.near.sign import (
 )
 from whorl.corpus.deduplication.near.verify import ShingleSets, matches
 from whorl.corpus.deduplication.settings import MinHashConfig
-from whorl.corpus.deduplication.shingles import TextBlock, mix, unique_shingles
+from whorl.corpus.deduplication.shingles import TextBlock, unique_shingles
 from whorl.corpus.mapreduce import (
     Executor,
     Input,
@@ -53,6 +53,7 @@ from whorl.corpus.mapreduce import (
     partition_name,
     shuffled,
 )
+from whorl.tracking.seeds import splitmix64
 
 VERSION, REMOVE_VERSION = 7, 7
 EDGES = "edges"
@@ -221,7 +222,7 @@ def gather(
         sizes = np.concatenate([np.diff(bounds) for _, bounds in sets_of])
         first = np.cumsum(sizes) - sizes
         own = slice(start, start + len(which))
-        for part, some in enumerate(partitioned(mix(root[own].astype(np.uint64)), partitions)):
+        for part, some in enumerate(partitioned(splitmix64(root[own].astype(np.uint64)), partitions)):
             sets, local = np.unique(which[some], return_inverse=True)
             taken = values if partitions == 1 else values[_ranges(first[sets], sizes[sets])]
             columns = *(a[own][some] for a in (rows, root, rank, pieces)), local, sizes[sets], taken
