@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tests.support.corpus.repeats import deduplicate_lines, deduplicate_substrings
 
 from whorl.cli.curation.corpus_store import latest, run_step
 from whorl.corpus import IngestConfig, document_files, ingest
-from whorl.corpus.deduplication import deduplicate_lines, deduplicate_substrings
 from whorl.corpus.deduplication.lines import LineConfig
 from whorl.corpus.mapreduce import LocalPool
 from whorl.corpus.provenance import explain
@@ -84,11 +84,11 @@ def test_lines_over_files_equal_the_function_of_texts(
     folder = tmp_path_factory.mktemp("lines")
     files = make_documents(folder, texts, n_files)
     lines = LineConfig(keep=keep)
-    want = deduplicate_lines(texts_of(files), lines)
+    want, n_lines, n_bytes = deduplicate_lines(texts_of(files), lines)
     found, made = run(folder, files, RewriteConfig(mask=False, lines=lines))
-    assert found == want.texts
+    assert found == want
     counts = made["edits"].get("line", {"count": 0, "bytes": 0})
-    assert (counts["count"], counts["bytes"]) == (int(want.removed_lines.sum()), want.removed_bytes)
+    assert (counts["count"], counts["bytes"]) == (sum(n_lines), n_bytes)
 
 
 def test_all_passes_follow_each_other_and_are_recorded(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_all_passes_follow_each_other_and_are_recorded(tmp_path: Path) -> None:
     masked = [
         text.replace("ann@example.org", "<EMAIL>").replace("8.8.8.8", "<IP>") for text in texts_of(files)
     ]
-    lines = deduplicate_lines(masked).texts
+    lines = deduplicate_lines(masked)[0]
     assert found == deduplicate_substrings(lines, 16)[0]
     assert found[0].startswith("One page about cats.\nAll rights") and FOOTER not in found[1]
     assert {k: made["edits"][k]["count"] for k in ("email", "ip", "line")} == {"email": 1, "ip": 1, "line": 3}

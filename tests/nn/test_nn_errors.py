@@ -26,7 +26,7 @@ from whorl.nn.norm import BatchNorm, GroupNorm
 from whorl.nn.patches import PatchEmbedding, to_patches
 from whorl.nn.quantized_linear import QuantizedLinear
 from whorl.nn.recurrent import GRU, RNN
-from whorl.nn.rotary import RopeScaling, Rotary, rotary_frequencies, to_half_split
+from whorl.nn.rotary import RopeScaling, Rotary, rotary_frequencies, to_interleaved
 
 SEGMENTS = torch.tensor([[3, 3, 3, 3, 1, 2, 2, 2, 2], [5] * 9])
 LAYOUT = torch.eye(5).bool()
@@ -82,7 +82,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("original_length is None", lambda: RopeScaling("yarn", 2.0)),
     ("low is 4.0 and high is 4.0", lambda: RopeScaling("llama3", 2.0, 64, low=4.0)),
     ("head_dim is 2", lambda: rotary_frequencies(2, scaling=RopeScaling("ntk", 2.0))),
-    ("weight has 12 rows", lambda: to_half_split(torch.arange(12), 3, 6)),
+    ("weight has 12 rows", lambda: to_interleaved(torch.arange(12), 3, 6)),
     # Norms, MLP, n-grams.
     ("groups is 4 and channels is 6", lambda: GroupNorm(4, 6)),
     (r"x has shape \[4, 5, 6\]", lambda: GroupNorm(2, 6)(torch.zeros(4, 5, 6))),

@@ -18,7 +18,6 @@ from whorl.nn.rotary import (
     apply_rotary,
     rotary_frequencies,
     rotary_tables,
-    to_half_split,
     to_interleaved,
 )
 
@@ -101,22 +100,17 @@ def test_layout_conversion_of_weights_keeps_scores(rotary_dim: Any, scaling: Any
         k = rotary.rotate((x @ w_k.T).view(1, 9, n_kv, head_dim), tables)
         return torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(n_heads // n_kv, dim=2))
 
-    def converted(convert: Any) -> list[Tensor]:
-        heads = ((w_q, n_heads), (bias, n_heads), (w_k, n_kv))
-        return [convert(t, n, head_dim, rotary_dim) for t, n in heads]
-
+    heads = ((w_q, n_heads), (bias, n_heads), (w_k, n_kv))
+    converted = [to_interleaved(t, n, head_dim, rotary_dim) for t, n in heads]
     interleaved, half = scores("interleaved", w_q, bias, w_k), scores("half", w_q, bias, w_k)
-    assert_close(scores("half", *converted(to_half_split)), interleaved, atol=1e-3, rtol=1e-4)
-    assert_close(scores("interleaved", *converted(to_interleaved)), half, atol=1e-3, rtol=1e-4)
+    assert_close(scores("interleaved", *converted), half, atol=1e-3, rtol=1e-4)
     assert not torch.allclose(half, interleaved, atol=1e-1)  # the wrong layout gives other scores
-    back = to_interleaved(converted(to_half_split)[0], n_heads, head_dim, rotary_dim)
-    assert torch.equal(back, w_q)
 
 
-def test_to_half_split_order_matches_manual_example() -> None:
+def test_to_interleaved_order_matches_manual_example() -> None:
     rows = torch.arange(12)
-    assert to_half_split(rows, 2, 6).tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
-    assert to_half_split(rows, 2, 6, rotary_dim=4).tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
+    assert to_interleaved(rows, 2, 6).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    assert to_interleaved(rows, 2, 6, rotary_dim=4).tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
 
 
 def transformers_frequencies(

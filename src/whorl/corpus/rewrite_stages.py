@@ -158,7 +158,7 @@ def cut_documents(
     table = pq.read_table(plan)
     rows, starts, ends = (table[name].to_numpy() for name in ("row", "start", "end"))
     matched, kind = table["matched_id"].to_pylist(), config["kind"]
-    cut = _without_lines if kind == "line" else without_bytes
+    cut = without_lines if kind == "line" else without_bytes
 
     def change(row: int, name: str, text: str) -> tuple[str, Iterable[Edit]]:
         low, high = np.searchsorted(rows, [row, row + 1])
@@ -210,7 +210,8 @@ def _rewrite_file(
     return {"documents": row, "bytes": n_bytes, "edits": dict(sorted(counts.items()))}
 
 
-def _without_lines(text: str, starts: Sequence[int], ends: Sequence[int]) -> str:
+def without_lines(text: str, starts: Sequence[int], ends: Sequence[int]) -> str:
+    """Return a text without the lines starts[i] to ends[i] - 1."""
     gone = {line for start, end in zip(starts, ends, strict=True) for line in range(start, end)}
     return "\n".join(line for number, line in enumerate(text.split("\n")) if number not in gone)
 

@@ -5,7 +5,7 @@ depends on the distance only. Angles are computed in fp32: at position 10,000, b
 
 Layouts: "half" pairs feature i with i + head_dim / 2, as in the Llama family's checkpoints; "interleaved" pairs
 2 i with 2 i + 1, as in the paper. They differ in the order of features only, so weights can be converted
-(`to_half_split`, `to_interleaved`). A checkpoint read in the wrong layout runs with wrong results.
+(`to_interleaved`). A checkpoint read in the wrong layout runs with wrong results.
 
 With `rotary_dim` below `head_dim`, only the first `rotary_dim` features rotate (GPT-J, GPT-NeoX, Phi). The tables are
 then `rotary_dim` wide.
@@ -273,8 +273,8 @@ def apply_rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout =
     return (x * cos + x.flip(member) * sin).flatten(-2)
 
 
-def to_half_split(weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int | None = None) -> Tensor:
-    """Return a copy of a query or key projection with rows moved from the interleaved to the half-split order.
+def to_interleaved(weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int | None = None) -> Tensor:
+    """Return a copy of a query or key projection with rows moved from the half-split to the interleaved order.
 
     Args:
         weight: [n_heads * head_dim, ...]: a matrix, a bias, or (n_heads = 1) the gain of a norm over a head's features.
@@ -284,17 +284,6 @@ def to_half_split(weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int |
     Raises:
         ConfigError: the rows are not n_heads * head_dim, or the dimensions are odd.
     """
-    return _reorder_rows(weight, n_heads, head_dim, rotary_dim, interleaved=True)
-
-
-def to_interleaved(weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int | None = None) -> Tensor:
-    """Return the inverse of `to_half_split`, with the same arguments."""
-    return _reorder_rows(weight, n_heads, head_dim, rotary_dim, interleaved=False)
-
-
-def _reorder_rows(
-    weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int | None, interleaved: bool
-) -> Tensor:
     dim = _check_dim(head_dim, rotary_dim)
     if weight.shape[0] != n_heads * head_dim:
         raise ConfigError(
@@ -302,8 +291,7 @@ def _reorder_rows(
             expected=f"n_heads * head_dim = {n_heads} * {head_dim} = {n_heads * head_dim}",
         )
     heads = weight.view(n_heads, head_dim, *weight.shape[1:])
-    pairs = (dim // 2, 2) if interleaved else (2, dim // 2)
-    turning = heads[:, :dim].reshape(n_heads, *pairs, *weight.shape[1:]).transpose(1, 2).flatten(1, 2)
+    turning = heads[:, :dim].reshape(n_heads, 2, dim // 2, *weight.shape[1:]).transpose(1, 2).flatten(1, 2)
     return torch.cat([turning, heads[:, dim:]], dim=1).reshape(weight.shape)
 
 

@@ -8,12 +8,10 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.corpus.repeats import deduplicate_lines
 
 from whorl.corpus.deduplication import lines
-from whorl.corpus.deduplication.lines import (
-    LineConfig,
-    deduplicate_lines,
-)
+from whorl.corpus.deduplication.lines import LineConfig, line_hashes
 
 TEXTS = st.lists(st.text("aAﬁé字 \t\r\n\n", max_size=30), max_size=5)
 CONFIGS = st.builds(
@@ -49,17 +47,16 @@ def reference(texts: list[str], config: LineConfig) -> tuple[list[str], list[int
 @given(TEXTS, CONFIGS)
 def test_lines_equal_reference_with_counts(texts: list[str], config: LineConfig) -> None:
     want, counts = reference(texts, config)
-    got = deduplicate_lines(texts, config)
-    assert got.texts == want
-    assert got.n_lines == sum(text.count("\n") + 1 for text in texts)
-    assert got.removed_lines.tolist() == counts
-    assert got.removed_bytes == sum(len(t.encode()) for t in texts) - sum(len(t.encode()) for t in want)
+    got, n_removed, n_bytes = deduplicate_lines(texts, config)
+    assert got == want and n_removed == counts
+    assert len(line_hashes(texts, config)[0]) == sum(text.count("\n") + 1 for text in texts)
+    assert n_bytes == sum(len(t.encode()) for t in texts) - sum(len(t.encode()) for t in want)
 
 
 def test_line_blocks_are_equal_and_long_lines_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["x" * 90, "ab\ncd\nab", "x" * 90, "cd\nzz"]
-    assert deduplicate_lines(texts).texts == ["x" * 90, "ab\ncd", "", "zz"]
+    assert deduplicate_lines(texts)[0] == ["x" * 90, "ab\ncd", "", "zz"]
     whole = lines.TextBlock.blocks
     monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
     monkeypatch.setattr(lines.TextBlock, "blocks", lambda self: whole(self, 64))
-    assert deduplicate_lines(texts).texts == ["x" * 90, "ab\ncd", "x" * 90, "zz"]
+    assert deduplicate_lines(texts)[0] == ["x" * 90, "ab\ncd", "x" * 90, "zz"]

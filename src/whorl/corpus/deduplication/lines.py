@@ -4,16 +4,14 @@ Lines are compared by a 64-bit hash of their words after normalization, so runs 
 polynomial hash of `shingles.py` is computed over a block of lines at a time. Different lines collide with a probability
 of about n^2 / 2^65 for n lines: 3 % at 10^9.
 
-For a corpus that exceeds memory, call `line_hashes` per file, `repeated_lines` once over all hashes (8 bytes per line in
-the order of the files), and `without_lines` per file.
+`corpus/rewrite.py` calls `line_hashes` per file, and `repeated_lines` once over all hashes: 8 bytes per line, in the order
+of the files.
 """
 
 from __future__ import annotations
 
-import itertools
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -40,34 +38,6 @@ class LineConfig(BaseModel):
     min_characters: int = Field(
         default=1, ge=1, description="lines with fewer characters, without white space, always stay"
     )
-
-
-@dataclass(frozen=True)
-class LineDuplicates:
-    """Texts without their repeated lines, and counts.
-
-    removed_lines: [n_texts] of each text; removed_bytes: UTF-8, with line ends.
-    """
-
-    texts: list[str]
-    n_lines: int
-    removed_lines: NDArray[np.int64]
-    removed_bytes: int
-
-
-def deduplicate_lines(texts: Sequence[str], config: LineConfig | None = None) -> LineDuplicates:
-    """Return texts without lines that repeat within or between them. A line ends at a line feed."""
-    config = config or LineConfig()
-    hashes, first = line_hashes(texts, config)
-    removed = repeated_lines(hashes, config.keep)
-    kept = without_lines(texts, first, removed)
-    counts = np.diff(np.concatenate([[0], np.cumsum(removed)])[first])
-    n_bytes = sum(
-        len(a.encode("utf-8", "surrogatepass")) - len(b.encode("utf-8", "surrogatepass"))
-        for a, b, count in zip(texts, kept, counts.tolist(), strict=True)
-        if count
-    )
-    return LineDuplicates(kept, len(hashes), counts, n_bytes)
 
 
 def line_hashes(
@@ -115,22 +85,6 @@ def repeated_lines(hashes: NDArray[np.uint64], keep: Literal["first", "none"] = 
     if keep == "first":
         repeated[first] = False
     return repeated
-
-
-def without_lines(texts: Sequence[str], first: NDArray[np.int64], removed: NDArray[np.bool_]) -> list[str]:
-    """Return texts without the removed lines and their line ends.
-
-    Args:
-        first: [n_texts + 1] the first line of each text.
-        removed: [n_lines].
-    """
-    out = []
-    for text, (a, b) in zip(texts, itertools.pairwise(first.tolist()), strict=True):
-        gone = removed[a:b]
-        if gone.any():
-            text = "\n".join(itertools.compress(text.split("\n"), ~gone))
-        out.append(text)
-    return out
 
 
 def _normalized(text: str, config: LineConfig) -> str:

@@ -93,18 +93,6 @@ def repeated_spans(texts: Sequence[str], min_bytes: int = 200) -> SubstringSpans
     )  # fmt: skip
 
 
-def deduplicate_substrings(texts: Sequence[str], min_bytes: int = 200) -> tuple[list[str], SubstringSpans]:
-    """Return texts without repeated substrings, and the spans that were removed. See `repeated_spans`."""
-    spans = repeated_spans(texts, min_bytes)
-    out = list(texts)
-    for document in np.unique(spans.document).tolist():
-        low, high = np.searchsorted(spans.document, [document, document + 1])
-        out[document] = without_bytes(
-            texts[document], spans.start[low:high].tolist(), spans.end[low:high].tolist()
-        )
-    return out, spans
-
-
 def without_bytes(text: str, starts: Sequence[int], ends: Sequence[int]) -> str:
     """Return the text without these spans of its UTF-8, which are in order."""
     content, parts, at = text.encode("utf-8", "surrogatepass"), list[bytes](), 0
