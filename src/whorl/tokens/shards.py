@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from whorl.tracking.progress import Progress
 
 INDEX_FILE = "tokens.json"
+DOCUMENT_COLUMNS = {  # name -> type
+    "start": "int64", "length": "int64", "bytes": "int64", "id": "string", "source": "string", "path": "string",
+    "offset": "int64",
+}  # fmt: skip
 _BATCH_BYTES = 4 << 20  # text encoded at a time, enough work for all threads
 
 
@@ -79,33 +83,17 @@ def write_shards(
     from whorl.tracking.progress import Progress
 
     config = config or TokensConfig()
-    writer = _ShardWriter(out, split, config.shard_tokens)
-    table: dict[str, list[Any]] = {
-        name: [] for name in ("start", "length", "bytes", "id", "source", "path", "offset")
-    }
     total = total_bytes / 1e6 if total_bytes else None
+    writer = ShardWriter(out, split, tokenizer, config.shard_tokens)
     with writer, (progress or Progress.silent()).task(f"Encoding {split}", total, "MB") as task:
         for group in _group_documents(documents):
+            done = writer.n_bytes
             encoded = tokenizer.encode_batch([document.text for document in group])
             for document, ids in zip(group, encoded, strict=True):
-                whole = np.concatenate(([tokenizer.bos_id], ids, [tokenizer.eos_id])).astype(tokenizer.dtype)
-                table["start"].append(writer.add(whole))
-                table["length"].append(len(whole))
-                table["bytes"].append(len(document.text.encode()))
-                for name in ("id", "source", "path", "offset"):
-                    table[name].append(getattr(document, name))
-            task.advance(sum(table["bytes"][-len(group) :]) / 1e6)
-    _write_table(table, out / f"{split}-documents.parquet")
-    n_bytes = sum(table["bytes"])
-    summary = {
-        "documents": len(table["id"]),
-        "tokens": writer.total,
-        "bytes": n_bytes,
-        "bytes_per_token": n_bytes / max(1, writer.total - 2 * len(table["id"])),
-        "fingerprint": writer.hash.hexdigest(),
-    }
-    _update_index(out, tokenizer, split, {**summary, "shards": writer.sizes})
-    return summary
+                size = len(document.text.encode())
+                writer.add(ids, size, document.id, document.source, document.path, document.offset)
+            task.advance((writer.n_bytes - done) / 1e6)
+    return writer.finish()
 
 
 class TokenSplit:
@@ -253,18 +241,24 @@ class TokenSet:
         return TokenProvenance(row["id"], row["source"], row["path"], row["offset"], text_offset)
 
 
-class _ShardWriter:
-    """Appends documents to shard files; starts a new file if the next document does not fit."""
+class ShardWriter:
+    """Appends documents to shard files; starts a new file if the next document does not fit.
 
-    def __init__(self, out: Path, split: str, shard_tokens: int) -> None:
-        self.out, self.split, self.limit = out, split, shard_tokens
+    vocabulary: the special ids that frame a document, `vocab_size` and `dtype`, such as a `Tokenizer`.
+    """
+
+    def __init__(self, out: Path, split: str, vocabulary: Any, shard_tokens: int) -> None:
+        self.out, self.split, self.vocabulary, self.limit = out, split, vocabulary, shard_tokens
         self.sizes: list[int] = []
-        self.total = 0
+        self.total = self.n_bytes = 0
+        self.table: dict[str, list[Any]] = {name: [] for name in DOCUMENT_COLUMNS}
         self.hash = hashlib.blake2b(digest_size=16)
         self._file: Any = None
 
-    def add(self, ids: Ids) -> int:
-        """Append one document; returns its start in the stream."""
+    def add(self, ids: Ids, n_bytes: int, name: str, source: str, path: str, offset: int) -> None:
+        """Append one document, with bos and eos around its ids, and record where it came from."""
+        frame = self.vocabulary
+        ids = np.concatenate(([frame.bos_id], ids, [frame.eos_id])).astype(frame.dtype)
         if self._file is None or (self.sizes[-1] and self.sizes[-1] + len(ids) > self.limit):
             self.close()
             self._file = (self.out / _shard_name(self.split, len(self.sizes))).open("wb")
@@ -272,17 +266,44 @@ class _ShardWriter:
         data = ids.tobytes()
         self._file.write(data)
         self.hash.update(data)
-        start = self.total
+        row = (self.total, len(ids), n_bytes, name, source, path, offset)
+        for column, value in zip(self.table.values(), row, strict=True):
+            column.append(value)
         self.sizes[-1] += len(ids)
         self.total += len(ids)
-        return start
+        self.n_bytes += n_bytes
+
+    def finish(self) -> dict[str, Any]:
+        """Write the table of documents and the entry of the split in `tokens.json`; return the entry without shards."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        n_documents = len(self.table["id"])
+        table = {k: pa.array(v, DOCUMENT_COLUMNS[k]) for k, v in self.table.items()}
+        pq.write_table(pa.table(table), self.out / f"{self.split}-documents.parquet")
+        summary = {
+            "documents": n_documents,
+            "tokens": self.total,
+            "bytes": self.n_bytes,
+            "bytes_per_token": self.n_bytes / max(1, self.total - 2 * n_documents),
+            "fingerprint": self.hash.hexdigest(),
+        }
+        path = self.out / INDEX_FILE
+        index: dict[str, Any] = (
+            json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"splits": {}}
+        )
+        index["dtype"] = np.dtype(self.vocabulary.dtype).name
+        index |= {key: getattr(self.vocabulary, key) for key in ("vocab_size", "bos_id", "eos_id", "pad_id")}
+        index["splits"][self.split] = {**summary, "shards": self.sizes}
+        path.write_text(json.dumps(index, indent=1), encoding="utf-8")
+        return summary
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def __enter__(self) -> _ShardWriter:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -304,28 +325,3 @@ def _group_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def _write_table(table: dict[str, list[Any]], path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    integer, string = pa.int64(), pa.string()
-    types = [integer, integer, integer, string, string, string, integer]
-    pq.write_table(
-        pa.table({k: pa.array(v, t) for (k, v), t in zip(table.items(), types, strict=True)}), path
-    )
-
-
-def _update_index(out: Path, tokenizer: Tokenizer, split: str, entry: dict[str, Any]) -> None:
-    path = out / INDEX_FILE
-    index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"splits": {}}
-    index |= {
-        "dtype": np.dtype(tokenizer.dtype).name,
-        "vocab_size": tokenizer.vocab_size,
-        "bos_id": tokenizer.bos_id,
-        "eos_id": tokenizer.eos_id,
-        "pad_id": tokenizer.pad_id,
-    }
-    index["splits"][split] = entry
-    path.write_text(json.dumps(index, indent=1), encoding="utf-8")

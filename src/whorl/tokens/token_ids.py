@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from whorl.errors import DataError
-from whorl.tokens.shards import TokensConfig, _ShardWriter, _update_index, _write_table
+from whorl.tokens.shards import ShardWriter, TokensConfig
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,7 @@ def write_id_shards(
     Raises:
         DataError: an id outside of 0 to n_ids - 1; the document's number is named.
     """
-    vocabulary = IdVocabulary(n_ids)
-    writer = _ShardWriter(out, split, TokensConfig().shard_tokens)
-    table: dict[str, list[Any]] = {
-        name: [] for name in ("start", "length", "bytes", "id", "source", "path", "offset")
-    }
+    writer = ShardWriter(out, split, IdVocabulary(n_ids), TokensConfig().shard_tokens)
     with writer:
         for number, ids in enumerate(documents):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < n_ids:
@@ -67,18 +63,5 @@ def write_id_shards(
                     expected=f"0 to {n_ids - 1}",
                     do="give vocab_size, the number of ids",
                 )
-            whole = np.concatenate(([vocabulary.bos_id], ids, [vocabulary.eos_id])).astype(vocabulary.dtype)
-            row = (writer.add(whole), len(whole), ids.nbytes, f"{split}-{number}", "ids", f"{number}", 0)
-            for name, value in zip(table, row, strict=True):
-                table[name].append(value)
-    _write_table(table, out / f"{split}-documents.parquet")
-    n_bytes = sum(table["bytes"])
-    summary = {
-        "documents": len(table["id"]),
-        "tokens": writer.total,
-        "bytes": n_bytes,
-        "bytes_per_token": n_bytes / max(1, writer.total - 2 * len(table["id"])),
-        "fingerprint": writer.hash.hexdigest(),
-    }
-    _update_index(out, cast(Any, vocabulary), split, {**summary, "shards": writer.sizes})
-    return summary
+            writer.add(ids, ids.nbytes, f"{split}-{number}", "ids", f"{number}", 0)
+    return writer.finish()
