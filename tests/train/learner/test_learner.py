@@ -117,8 +117,8 @@ def test_check_updates_invalid_raises() -> None:
         ([Update(twice.objective, {}, every=0)], [], "every 0 rounds"),
         ([twice], [Average("c.", 0.9, target="target.")], r"no source 'c\.weight'"),
         ([twice], [Average("b.", 0.9, target="a.")], "is a target and trained"),
-        ([twice], [Average("a.", 0.9, every=0, target="target.")], "every 0 rounds"),
-        ([twice], [Average("a.", 1.5, target="target.")], r"decay 1\.5"),
+        ([twice], [Average("a.", 0.9, every=0, target="target.")], "every=0"),
+        ([twice], [Average("a.", 1.5, target="target.")], r"decay=1\.5"),
     ):
         with pytest.raises(ConfigError, match=words):
             Learner(nets, updates, averages=targets)

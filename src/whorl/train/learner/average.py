@@ -2,16 +2,13 @@
 
     after every `every`-th round:   average <- b average + (1 - b) source,   b = decay^every
 
-A target network is a part of the learner's networks that follows another part (Lillicrap et al. 2016, arXiv:1509.02971).
-With decay 0 it is a copy at intervals (Mnih et al. 2015, doi:10.1038/nature14236).
+A target network is a part of the networks that follows another part (Lillicrap et al. 2016, arXiv:1509.02971); with decay 0
+it is a copy at intervals (Mnih et al. 2015, doi:10.1038/nature14236).
 
-Without a target, the averages are stored beside the weights. The average lies closer to a minimum than the last iterate
-(Polyak and Juditsky 1992; for networks, Izmailov et al. 2018, arXiv:1803.05407). It helps most at a high learning rate. A
-schedule that decays to zero has much of the same effect, so it is off by default (`Job.ema`). Here b is at most
-(1 + round) / (10 + round). So early averages are a plain mean, which discards the untrained weights.
-
-The interval limits the cost: one update is a pass over all weights. Each replica averages its share of the tensors. The
-averages are in shared memory and in checkpoints.
+Without a target, the averages are stored beside the weights. They lie closer to a minimum than the last iterate (Polyak and
+Juditsky 1992; for networks, Izmailov et al. 2018, arXiv:1803.05407), most at a high learning rate. A schedule that decays to
+zero has much of the same effect, so they are off by default (`Job.ema`). Here b is at most (1 + round) / (10 + round): early
+averages are a plain mean. The interval limits the cost, a pass over all weights, which the replicas share.
 """
 
 from __future__ import annotations
@@ -41,44 +38,34 @@ class Average:
     every: int = 1
     target: str | None = None
 
-    def factor(self, rounds: int) -> float:
-        """Weight of the old average in the update after `rounds` rounds."""
-        decay = self.decay**self.every
-        return decay if self.target is not None else min(decay, (1 + rounds) / (10 + rounds))
-
 
 class Averages:
     """Updates averages during training.
 
-    Args:
-        weights: of the networks, by name. stored: averages beside them, by name; empty if there are none.
+    weights: of the networks, by name. stored: averages beside them, by name; empty if there are none.
     """
 
     def __init__(
-        self,
-        averages: Sequence[Average],
-        weights: Mapping[str, Tensor],
-        stored: Mapping[str, Tensor],
-        process_group: ProcessGroup,
-    ) -> None:
-        self.weights, self.stored, self.process_group = weights, stored, process_group
-        self.pairs: list[tuple[Average, list[tuple[Tensor, Tensor]]]] = []  # of this rank: (average, source)
+        self, averages: Sequence[Average], weights: Mapping[str, Tensor], stored: Mapping[str, Tensor], group: ProcessGroup
+    ) -> None:  # fmt: skip
+        self.weights, self.stored, self.group = weights, stored, group
+        self.pairs: list[tuple[Average, Tensor, Tensor]] = []  # of an average and its source
         for average in averages:
             own, prefix = (stored, average.source) if average.target is None else (weights, average.target)
-            names = sorted(name for name in own if name.startswith(prefix))
-            found = [(own[name], weights[average.source + name[len(prefix) :]]) for name in names]
-            if found:
-                self.pairs.append((average, found[process_group.rank :: process_group.size]))
+            for name in sorted(name for name in own if name.startswith(prefix)):
+                self.pairs.append((average, own[name], weights[average.source + name[len(prefix) :]]))
 
     @torch.no_grad()
     def on_round_end(self, rounds: int) -> None:
         """Update the averages that are due. Every replica calls this; `rounds` counts from the start of the run."""
-        due = [(average, pairs) for average, pairs in self.pairs if rounds % average.every == 0]
-        for average, pairs in due:
-            for tensor, source in pairs:
-                tensor.lerp_(source.to(tensor.dtype), 1 - average.factor(rounds))
+        due = [pair for pair in self.pairs if rounds % pair[0].every == 0]
+        for average, tensor, source in due[self.group.rank :: self.group.size]:
+            b = average.decay**average.every
+            if average.target is None:
+                b = min(b, (1 + rounds) / (10 + rounds))
+            tensor.lerp_(source.to(tensor.dtype), 1 - b)
         if due:
-            self.process_group.all_gather_scalars()
+            self.group.all_gather_scalars()
 
     @contextmanager
     def average_parameters(self, model: nn.Module) -> Iterator[None]:

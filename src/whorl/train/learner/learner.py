@@ -127,9 +127,8 @@ class SharedState:
     def allocate_averages(self, replicas: int) -> None:
         """Allocate averages of all weights, initialized with the weights."""
         for name, weight in self.weights.items():
-            self.averages[name] = weight.detach().float().clone()  # in bf16 small changes would round to zero
-            if replicas > 1:
-                self.averages[name].share_memory_()  # type: ignore[no-untyped-call]
+            own = weight.detach().float().clone()  # in bf16 small changes would round to zero
+            self.averages[name] = own.share_memory_() if replicas > 1 else own  # type: ignore[no-untyped-call]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint: weights, buffers, moments and averages."""

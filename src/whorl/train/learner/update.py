@@ -167,10 +167,7 @@ def check_updates(networks: nn.Module, updates: list[Update], averages: Sequence
             taken[name] = number
     for average in averages:
         if average.every < 1 or not 0 <= average.decay <= 1:
-            raise ConfigError(
-                f"the average of {average.source!r} has decay {average.decay:g} every {average.every} rounds",
-                expected="a decay from 0 to 1, and at least 1 round",
-            )
+            raise ConfigError(f"{average}", expected="decay from 0 to 1, every at least 1")
         for name in known:
             if average.target is not None and name.startswith(average.target):
                 source = average.source + name[len(average.target) :]
