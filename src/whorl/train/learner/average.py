@@ -5,7 +5,7 @@
 A target network is a part of the networks that follows another part (Lillicrap et al. 2016, arXiv:1509.02971); with decay 0
 it is a copy at intervals (Mnih et al. 2015, doi:10.1038/nature14236).
 
-Without a target, the averages are stored beside the weights. They lie closer to a minimum than the last iterate (Polyak and
+Without a target, the averages are separate tensors. They lie closer to a minimum than the last iterate (Polyak and
 Juditsky 1992; for networks, Izmailov et al. 2018, arXiv:1803.05407), most at a high learning rate. A schedule that decays to
 zero has much of the same effect, so they are off by default (`Job.ema`). Here b is at most (1 + round) / (10 + round): early
 averages are a plain mean. The interval limits the cost, a pass over all weights, which the replicas share.
@@ -30,7 +30,7 @@ class Average:
     """A moving average of the parameters whose names start with `source`.
 
     decay: per round, 0 to 1. every: rounds between two updates.
-    target: prefix of the parameters that hold the average, which no update trains; None: stored beside the weights.
+    target: prefix of the parameters that hold the average, which no update trains; None: separate tensors.
     """
 
     source: str
@@ -42,7 +42,7 @@ class Average:
 class Averages:
     """Updates averages during training.
 
-    weights: of the networks, by name. stored: averages beside them, by name; empty if there are none.
+    weights: of the networks, by name. stored: averages without a target, by name, or empty.
     """
 
     def __init__(
