@@ -39,9 +39,10 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     from whorl.align.data.arithmetic import ANSWER_PREFIX, Arithmetic
     from whorl.align.data.curriculum import Curriculum
     from whorl.align.rl.config import RLConfig
+    from whorl.align.rl.evaluation import evaluate_tasks
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.train import train_policy
-    from whorl.align.stage.io import evaluate_tasks, make_policy_model
+    from whorl.align.stage.io import make_policy_model
     from whorl.align.stage.sft import fine_tune
     from whorl.models import make_model, whorl_decoder
     from whorl.tokens.token_encoder import TokenEncoder
@@ -68,8 +69,8 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     network = make_policy_model(base, encoder, SFTConfig(), context_hint=256)
 
     def evaluate(stage: str) -> None:
-        _, verdicts = evaluate_tasks(network, encoder, held_out, max_tokens=COMPLETION, length=112)
-        result["solved"][stage] = sum(v.passed for v in verdicts) / len(verdicts)
+        found = evaluate_tasks(network, encoder, held_out, max_tokens=COMPLETION, length=112)
+        result["solved"][stage] = found.measure("passed").value
 
     def train(stage: str, texts: list[Any], lr_scale: float, epochs: float = 1.0) -> None:
         began = time.perf_counter()

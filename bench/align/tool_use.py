@@ -153,7 +153,7 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
     from whorl.align.data.curriculum import Curriculum
     from whorl.align.environments import EnvironmentConfig
     from whorl.align.rl.config import RLConfig
-    from whorl.align.rl.evaluation import evaluate_episodes
+    from whorl.align.rl.evaluation import evaluate_tasks
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.io import make_policy_model
@@ -187,12 +187,13 @@ def pipeline(seed: int, environment: str) -> dict[str, Any]:
         model = make_model(shape, generator(seed, "weights"))
         network = make_policy_model(model, encoder, SFTConfig(), context_hint=length)
 
-        def accuracy(turns: int | None = None, network: Any = network, config: RLConfig = config) -> float:
-            if turns is not None and config.environment is not None:
-                limited = config.environment.model_copy(update={"max_turns": turns})
-                config = config.model_copy(update={"environment": limited})
-            _, verdicts = evaluate_episodes(network, encoder, held_out, config)
-            return sum(v.passed for v in verdicts) / len(verdicts)
+        def accuracy(turns: int | None = None, network: Any = network, environment: Any = used) -> float:
+            if turns is not None and environment is not None:
+                environment = environment.model_copy(update={"max_turns": turns})
+            found = evaluate_tasks(
+                network, encoder, held_out, max_tokens=reply, length=length, seed=seed, environment=environment
+            )  # fmt: skip
+            return found.measure("passed").value
 
         began = time.perf_counter()
         sft = SFTConfig(lr_scale=0.7, data={"epochs": epochs, "seq_len": length, "batch_size": 8}, seed=seed)

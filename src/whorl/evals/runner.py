@@ -111,7 +111,8 @@ def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
     cached = getattr(backend, "n_cached", 0)
     requests = client.n_requests
     kind = task.kind
-    kind.token_texts, kind.tokenizer = (getattr(backend, name, None) for name in ("token_texts", "tokenizer"))
+    for name in ("token_texts", "tokenizer", "sampler"):
+        setattr(kind, name, getattr(backend, name, None))
     results = kind.score(kind.answer(task.items, client.respond))
     cut = sum(1 for result in results if result.details.get("n_cut"))
     notes = []

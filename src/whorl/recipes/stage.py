@@ -153,7 +153,7 @@ def evaluate_held_out(
     network: PolicyModel,
     encoder: TokenEncoder,
     tests: Sequence[Any],
-    temperatures: Mapping[str, float | None],
+    temperatures: Mapping[str, float],
     *,
     max_tasks: int | None = None,
     max_tokens: int,
@@ -163,24 +163,20 @@ def evaluate_held_out(
     """Return the accuracy on held-out tasks for each temperature, and the number of tasks; empty without tasks.
 
     Args:
-        tests: `VerifiableTask`s. temperatures: metric name -> temperature; None decodes greedily.
+        tests: `VerifiableTask`s. temperatures: metric name -> temperature; 0 decodes greedily.
         max_tasks: upper limit of the tasks that are answered.
     """
-    from whorl.align.rl.evaluation import filter_by_length
-    from whorl.align.stage.io import evaluate_tasks
-    from whorl.sandbox import Sandbox
+    from whorl.align.rl.evaluation import evaluate_tasks, filter_by_length
 
     fitting = filter_by_length(encoder, tests, length, max_tokens)[0][:max_tasks]
     if not fitting:
         return {}
     found = {"tasks": float(len(fitting))}
-    with Sandbox() as sandbox:
-        for name, temperature in temperatures.items():
-            _, grades = evaluate_tasks(
-                network, encoder, fitting, max_tokens=max_tokens, length=length, temperature=temperature,
-                seed=seed, sandbox=sandbox,
-            )  # fmt: skip
-            found[name] = sum(v.passed for v in grades) / len(grades)
+    for name, temperature in temperatures.items():
+        result = evaluate_tasks(
+            network, encoder, fitting, max_tokens=max_tokens, length=length, temperature=temperature, seed=seed
+        )  # fmt: skip
+        found[name] = result.measure("passed").value
     return found
 
 

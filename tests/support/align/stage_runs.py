@@ -28,9 +28,10 @@ from whorl.align.preference import reward_model as rewards
 from whorl.align.preference.dpo import evaluate_preferences, train_preferences
 from whorl.align.preference.reward_report import evaluate_reward_model
 from whorl.align.rl import config as rl_configs
+from whorl.align.rl.evaluation import evaluate_tasks
 from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.rl.train import train_policy
-from whorl.align.stage.io import evaluate_tasks, load_stage_model, make_policy_model, save_stage_model
+from whorl.align.stage.io import load_stage_model, make_policy_model, save_stage_model
 from whorl.align.stage.sft import fine_tune
 from whorl.models import LanguageModel, save_model
 from whorl.tracking.seeds import generator
@@ -72,9 +73,9 @@ class StageRun:
         return self.folder.parent / f"{name}-{self.device.partition(':')[0]}"
 
     def evaluate(self, network: PolicyModel) -> None:
-        texts, verdicts = evaluate_tasks(network, scribe(), TASKS, max_tokens=4, length=24)
-        passed = sum(v.passed for v in verdicts)
-        self.history.append({"texts": float(sum(map(len, texts))), "accuracy": float(passed)})
+        items = evaluate_tasks(network, scribe(), TASKS, max_tokens=4, length=24).items
+        passed = sum(item.scores["passed"] for item in items)
+        self.history.append({"texts": float(sum(len(item.answers[0]) for item in items)), "accuracy": passed})
 
 
 def begin(folder: Path) -> Path:

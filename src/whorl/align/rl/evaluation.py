@@ -7,15 +7,15 @@ from contextlib import closing
 
 from whorl.align.environments import EnvironmentConfig
 from whorl.align.model.policy_model import PolicyModel
-from whorl.align.rl.config import RLConfig
-from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError, DataError
 from whorl.evals.episodes.env_loop import StepError, make_env_loop
 from whorl.evals.episodes.environment import Prompt, TextEnv, make_environment
-from whorl.evals.episodes.runner import EpisodeRunner
-from whorl.evals.episodes.samplers import EngineSampler
-from whorl.evals.grading import Grade, VerifiableTask
+from whorl.evals.episodes.samplers import PolicyBackend
+from whorl.evals.grading import VerifiableTask
+from whorl.evals.kinds.episodes import episode_task
 from whorl.evals.model.sampling import open_engine
+from whorl.evals.results import TaskResult
+from whorl.evals.runner import evaluate
 from whorl.tokens.token_encoder import TokenEncoder
 
 RESETS = 64  # environments that start at a time
@@ -71,21 +71,23 @@ def _reject_reason(encoder: TokenEncoder, prompt: Prompt | StepError, env: TextE
     return f"prompt longer than {room:,} ids" if too_long else ""
 
 
-def evaluate_episodes(
+def evaluate_tasks(
     network: PolicyModel,
     encoder: TokenEncoder,
     tasks: Sequence[VerifiableTask],
-    config: RLConfig,
+    *,
+    max_tokens: int,
+    length: int,
     temperature: float = 0.0,
-) -> tuple[list[str], list[Grade]]:
-    """Return (texts of the replies, grades) of one episode per task with the current weights.
+    seed: int = 0,
+    environment: EnvironmentConfig | None = None,
+) -> TaskResult:
+    """Return the result of one episode per task with the current weights (`evals/kinds/episodes.py`).
 
-    temperature: 0 decodes greedily.
+    Args:
+        max_tokens: ids of a reply. length: ids of a row. temperature: 0 decodes greedily.
     """
-    engine = open_engine(network.eval_copy(), (64, config.max_seq_len), encoder, with_text=False)
-    with closing(make_env_loop(config.environment, tasks)) as loop:
-        sampler = EngineSampler(engine, encoder, config.max_completion_tokens)
-        runner = EpisodeRunner(sampler, loop, config.environment)
-        sampling = SamplingParams(temperature=temperature, top_p=1.0, top_k=0)
-        episodes = runner.run(tasks, sampling, seed=config.seed)
-    return [episode.text for episode in episodes], [episode.grade for episode in episodes]
+    engine = open_engine(network.eval_copy(), (64, length), encoder, with_text=False)
+    generation = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    task = episode_task("held-out", tasks, generation, environment)
+    return evaluate(PolicyBackend(engine, encoder), [task])[0]

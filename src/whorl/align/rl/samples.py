@@ -8,36 +8,23 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 from whorl.align.rl.experience import Experience
-from whorl.evals.grading import Grade, VerifiableTask, pass_criterion
+from whorl.evals.grading import VerifiableTask, pass_criterion
+from whorl.evals.results import ItemResult
 from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tracking.progress import escape_controls
 
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS = 300, 500  # shown of each, from its beginning
 
 
-@dataclass(frozen=True)
-class CompletionSample:
-    """A prompt, a completion, and the verifier's result."""
-
-    prompt: str
-    answer: str
-    reward: float
-    passed: bool
-    reason: str = ""
-
-
-def make_samples(
-    tasks: Sequence[VerifiableTask], completions: Sequence[str], grades: Sequence[Grade], n: int = 8
-) -> list[dict[str, object]]:
-    """Return the first `n` samples as JSON."""
-    found = [
-        CompletionSample(_prompt_text(task), completion, grade.value, grade.passed, grade.reason)
-        for task, completion, grade in zip(tasks, completions, grades, strict=False)
-    ]
-    return [asdict(sample) for sample in found[:n]]
+def make_samples(items: Sequence[ItemResult], n: int = 8) -> list[dict[str, object]]:
+    """Return the first `n` samples as JSON: prompt, completion, and the verifier's result."""
+    return [
+        {"prompt": item.prompt, "answer": item.answers[0], "reward": item.scores["reward"],
+         "passed": item.outcome == "right", "reason": item.reason}
+        for item in items[:n]
+    ]  # fmt: skip
 
 
 def rollout_table(

@@ -19,14 +19,11 @@ from whorl.align.data.formats import PromptCompletion
 from whorl.align.data.read import pairs
 from whorl.align.model.policy_model import PolicyModel
 from whorl.data.quarantine import Quarantine
-from whorl.engine.sampling_params import SamplingParams
 from whorl.evals import grading
-from whorl.evals.grading import Grade, VerifiableTask
-from whorl.evals.model.sampling import open_engine, sample_completions
+from whorl.evals.grading import VerifiableTask
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, load_model, save_model
 from whorl.models.lora import load_lora, merge_lora, save_lora
-from whorl.sandbox import Sandbox
 from whorl.tokens.token_encoder import TokenEncoder
 
 COPIED_FILES = (
@@ -127,33 +124,3 @@ def record_pass_criterion(
     criterion = summary["pass_criterion"] = grading.pass_criterion(tests)
     log(f"    a pass on held-out tasks: {criterion}")
     return f"; a pass: {criterion}"
-
-
-def evaluate_tasks(
-    network: PolicyModel,
-    encoder: TokenEncoder,
-    eval_tasks: Sequence[VerifiableTask],
-    *,
-    max_tokens: int,
-    length: int,
-    samples: int = 1,
-    temperature: float | None = None,
-    seed: int = 0,
-    sandbox: Sandbox | None = None,
-) -> tuple[list[str], list[Grade]]:
-    """Return (completions, grades), `samples` per task in task order, with the current weights.
-
-    temperature: None decodes greedily.
-    """
-    engine = open_engine(network.eval_copy(), (64, length), encoder, with_text=False)
-    prompts = [encoder.task_prompt(task) for task in eval_tasks for _ in range(samples)]
-    sampling = (
-        SamplingParams(temperature=0)
-        if temperature is None
-        else SamplingParams(temperature=temperature, top_p=1.0, top_k=0)
-    )
-    completions = sample_completions(
-        engine, prompts, sampling, max_tokens=max_tokens, stop_ids=encoder.stop_ids, seed=seed
-    )
-    texts = [encoder.decode(completion.ids) for completion in completions]
-    return texts, grading.grade_tasks([task for task in eval_tasks for _ in range(samples)], texts, sandbox)

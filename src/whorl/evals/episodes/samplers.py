@@ -1,6 +1,7 @@
 """Samplers of the replies of episodes.
 
 EngineSampler     on ids: a reply keeps its sampled ids, and no text is tokenized twice
+PolicyBackend     gives tasks of the kind `episodes` an EngineSampler
 BackendSampler    on messages: any model under evaluation, also an endpoint; equal requests come from the cache
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
@@ -17,6 +19,7 @@ from whorl.evals.episodes.environment import Reply
 from whorl.evals.episodes.runner import Episode
 from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.requests import Completion, Finish, GenerateRequest, Missing, Response
+from whorl.evals.model.requests import Request as AnyRequest
 from whorl.tokens.token_encoder import Message, TokenEncoder
 
 
@@ -86,6 +89,21 @@ class EngineSampler:
             return False
         episode.append(ids)
         return True
+
+
+class PolicyBackend:
+    """A `ModelBackend` over the engine of a model in training, for tasks of the kind `episodes`."""
+
+    name, address = "policy", ""
+
+    def __init__(self, engine: Engine, encoder: TokenEncoder) -> None:
+        self.max_length: int | None = engine.max_positions
+        self.sampler = partial(EngineSampler, engine, encoder)
+
+    def respond(self, requests: Sequence[AnyRequest], on_response: Callable[[int, Response], None]) -> None:
+        """See `ModelBackend`: it answers episodes alone."""
+        for n in range(len(requests)):
+            on_response(n, Missing("a policy answers tasks of the kind episodes"))
 
 
 class BackendSampler:

@@ -12,6 +12,7 @@ KINDS = Registry(
         "program": "whorl.evals.kinds.generate:ProgramTests",
         "constraints": "whorl.evals.kinds.generate:Constraints",
         "judge": "whorl.evals.kinds.judge:Judge",
+        "episodes": "whorl.evals.kinds.episodes:Episodes",
         "agent": "whorl.evals.kinds.agent:Agent",
     },
 )

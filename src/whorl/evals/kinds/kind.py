@@ -118,6 +118,9 @@ class Kind:
         self.task, self.config = task, task.config
         self.token_texts: TokenTexts | None = None  # of the model's ids, for a reader
         self.tokenizer: Any = None  # of a local model
+        self.sampler: Callable[[int], Any] | None = (
+            None  # limit of a reply -> sampler of episodes, of an engine
+        )
         try:
             self.options: Any = self.Options.model_validate(self.config.options)
         except ValidationError as error:

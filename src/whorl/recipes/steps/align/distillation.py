@@ -130,7 +130,7 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
 
     def evaluate(policy: PolicyModel) -> dict[str, float]:
         return evaluate_held_out(
-            policy, tokenizer, tests, {"accuracy": config.temperature, "accuracy_greedy": None},
+            policy, tokenizer, tests, {"accuracy": config.temperature, "accuracy_greedy": 0.0},
             max_tokens=config.max_completion_tokens, length=config.data.seq_len + 1, seed=config.seed,
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ from whorl.recipes.stage import (
 if TYPE_CHECKING:
     from whorl.align.model.policy_model import PolicyModel
     from whorl.align.rl.experience import Experience
-    from whorl.evals.grading import Grade, VerifiableTask
+    from whorl.evals.grading import VerifiableTask
     from whorl.tokens.token_encoder import TokenEncoder
 
 
@@ -148,22 +148,28 @@ def _evaluator(
 ) -> Callable[[str], dict[str, float]]:
     """Return a function that evaluates the current weights and stores sampled answers under `samples[name]`."""
     from whorl.align.preference.reward_model import load_reward_verifier
-    from whorl.align.rl.evaluation import evaluate_episodes
+    from whorl.align.rl.evaluation import evaluate_tasks
     from whorl.align.rl.samples import make_samples
     from whorl.evals.grading import Completion
 
+    measure = partial(
+        evaluate_tasks, network, tokenizer, tests, max_tokens=config.max_completion_tokens, length=config.max_seq_len,
+        seed=config.seed, environment=config.environment,
+    )  # fmt: skip
+
     def evaluate(name: str) -> dict[str, float]:
-        greedy = evaluate_episodes(network, tokenizer, tests, config)
-        sampled = evaluate_episodes(network, tokenizer, tests, config, temperature=config.temperature)
-        samples[name] = make_samples(tests, *sampled)
+        greedy, sampled = measure(), measure(temperature=config.temperature)
+        samples[name] = make_samples(sampled.items)
+        answers = [item.answers[0] for item in sampled.items]
         found = {
-            **_completion_metrics(*sampled),
-            "accuracy_greedy": _completion_metrics(*greedy)["accuracy"],
-        }
+            "accuracy": sampled.measure("passed").value, "reward": sampled.measure("reward").value,
+            "median_characters": float(sorted(map(len, answers))[len(answers) // 2]),
+            "accuracy_greedy": greedy.measure("passed").value,
+        }  # fmt: skip
         if reward_model is not None:  # accuracy still comes from the verifiers
             dtype = str(network.model.dtype).removeprefix("torch.")
             scores = load_reward_verifier(reward_model, dtype, ctx.machine.device)(
-                tests, [Completion(text) for text in sampled[0]]
+                tests, [Completion(text) for text in answers]
             )
             found["reward_model_score"] = sum(grade.value for grade in scores) / len(scores)
         return found
@@ -194,13 +200,3 @@ def _rollout_dtype(curve: list[dict[str, Any]]) -> str | None:
 def reward_model_folder(ctx: StepContext) -> Path | None:
     """Return the folder of the parent `reward_model`, or None without one."""
     return ctx.parent_folder("reward_model") if "reward_model" in ctx.parents else None
-
-
-def _completion_metrics(completions: list[str], grades: list[Grade]) -> dict[str, float]:
-    """Return accuracy, mean reward and the median length of the completions in characters."""
-    lengths = sorted(len(text) for text in completions)
-    return {
-        "accuracy": sum(v.passed for v in grades) / len(grades),
-        "reward": sum(g.value for g in grades) / len(grades),
-        "median_characters": float(lengths[len(lengths) // 2]),
-    }

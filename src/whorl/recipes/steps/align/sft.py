@@ -54,7 +54,7 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
 
     def evaluate(when: str) -> dict[str, float]:
         found = evaluate_held_out(
-            network, tokenizer, tests, {"accuracy_greedy": None}, max_tasks=config.eval_tasks,
+            network, tokenizer, tests, {"accuracy_greedy": 0.0}, max_tasks=config.eval_tasks,
             max_tokens=config.max_completion_tokens, length=config.data.seq_len, seed=config.seed,
         )  # fmt: skip
         if when == "before" and tests and config.eval_tasks and not found:
