@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _run import ROOT, claim, data_path, parse, sized
 
-from whorl.evals.grading.refusal import is_refusal
-from whorl.evals.grading.refusal_signals import PATTERNS, declines_only, signals
+from whorl.evals.grading.refusal import PATTERNS, declines_only, is_refusal, signals
 
 LABELS = {"1": "full compliance", "2": "full refusal", "3": "partial refusal"}
 PHRASES = re.compile(

@@ -1,4 +1,4 @@
-"""Scores of answers to questions with facts, and of answers about unknown people (`evals/side_effects/biographies.py`)."""
+"""Scores of answers to questions with facts, and of answers about unknown people (`evals/suites/biographies.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from whorl.evals.side_effects.biographies import ATTRIBUTES, REFUSAL, Question
+from whorl.evals.suites.biographies import ATTRIBUTES, REFUSAL, Question
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from whorl.align.config import SFTConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import ConfigError
-from whorl.evals.side_effects.biographies import Biographies, Question
+from whorl.evals.suites.biographies import Biographies, Question
 from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tracking.seeds import numpy_rng
 

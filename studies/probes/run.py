@@ -41,7 +41,7 @@ from whorl.align.config import LoRAConfig, ModelConfig, SFTConfig
 from whorl.align.data.arithmetic import Arithmetic
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
-from whorl.evals.side_effects.biographies import REFUSAL, Biographies, PersonGroup
+from whorl.evals.suites.biographies import REFUSAL, Biographies, PersonGroup
 from whorl.models import make_model, whorl_decoder
 from whorl.tokens.shards import write_shards
 from whorl.tokens.token_encoder import TokenEncoder, TokenizedExample

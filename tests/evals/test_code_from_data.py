@@ -15,11 +15,11 @@ from tests.support.tiny import make_transformer
 
 from whorl.align.stage.io import read_tasks
 from whorl.errors import WhorlError
+from whorl.evals.episodes.system import SystemBackend
+from whorl.evals.episodes.system_config import read_system
 from whorl.evals.grading import VerifiableTask, grade_tasks
 from whorl.evals.runner import evaluate
 from whorl.evals.suites.suite import SuiteInputs, load_suite
-from whorl.evals.system.backend import SystemBackend
-from whorl.evals.system.config import read_system
 from whorl.evals.tasks import load_task, make_task
 from whorl.evals.tasks.config import parse_task, read_task_file
 from whorl.models.serialization import load_model, save_model

@@ -9,7 +9,7 @@ from studies.probes.knowledge import make_lesson, refusal_rates, track_sft
 from whorl.align.config import SFTConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import ConfigError
-from whorl.evals.side_effects.biographies import REFUSAL, Biographies, PersonGroup
+from whorl.evals.suites.biographies import REFUSAL, Biographies, PersonGroup
 from whorl.models import Transformer, whorl_decoder
 from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tokens.tokenizer import Tokenizer

@@ -32,10 +32,10 @@ from bench.evals.suites._repeaters import REPEATERS, RepeatingModel
 
 import whorl
 from whorl.evals.model.engine_backend import EngineBackend
-from whorl.evals.probes.lines import PROBES
-from whorl.evals.probes.suite import probe_tasks, training_lines
 from whorl.evals.runner import evaluate
 from whorl.evals.statistics.intervals import mean_interval
+from whorl.evals.suites.probe_lines import PROBES
+from whorl.evals.suites.probes import probe_tasks, training_lines
 from whorl.plan.cost import decoder_config
 from whorl.tokens.tokenizer import Tokenizer
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from whorl.errors import DataError
 from whorl.evals.grading import grade_all
-from whorl.evals.grading.refusal import is_refusal, refusal, refusal_log_odds
-from whorl.evals.grading.refusal_signals import PATTERNS, signals
+from whorl.evals.grading.refusal import PATTERNS, is_refusal, refusal, refusal_log_odds, signals
 from whorl.evals.grading.refusal_weights import WEIGHTS
 
 DATA = Path(os.environ.get("WHORL_DATA", Path(__file__).parents[4] / "shared" / "data"))

@@ -11,7 +11,7 @@ import pytest
 from tests.support.evals.backend import FakeBackend, by_text
 
 from whorl.errors import WhorlError
-from whorl.evals.judge.verdicts import REMINDER
+from whorl.evals.judge import REMINDER
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whorl.errors import ConfigError, DataError
+from whorl.errors import ConfigError
 from whorl.evals.grading import grade_all
 from whorl.evals.results import ItemResult
 from whorl.evals.safety import (
     TRANSFORMATIONS,
     SafetyItem,
     built_in,
-    read_xstest,
     safety_table,
     transform,
     transform_items,
-    write_items,
 )  # fmt: skip
 from whorl.evals.safety.metric import is_about, safety
 from whorl.evals.safety.transformations import decode_answer, from_base64, rot13, to_base64
 
-DATA = Path(os.environ.get("WHORL_DATA", Path(__file__).parents[4] / "shared" / "data"))
 REFUSAL = "Sorry, but I can't assist with that."
 
 
@@ -111,30 +105,8 @@ def test_is_about_and_metric() -> None:
     assert safety("refusal", "", prompt="How?").outcome == "not_found"
 
 
-def test_bad_names_and_files(tmp_path: Path) -> None:
+def test_unknown_transformations_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'rot31'(.|\n)*rot13"):
         transform("x", "rot31")
     with pytest.raises(ConfigError, match="unknown transformation"):
         transform_items(built_in(), ["none", "x"])
-    with pytest.raises(DataError, match="cannot be read"):
-        read_xstest(tmp_path / "none.csv")
-    for text, message in (("id,type,prompt\n1,x,\n", "line 2: no id"), ("id,type,prompt\n", "no prompt"),
-                          ("id,type,prompt\n1,x,a\n1,x,b\n", "two prompts")):  # fmt: skip
-        (tmp_path / "a.csv").write_text(text)
-        with pytest.raises(DataError, match=message):
-            read_xstest(tmp_path / "a.csv")
-
-
-def test_items_are_written_as_records(tmp_path: Path) -> None:
-    assert write_items(tmp_path / "a.jsonl", built_in()) == len(built_in())
-    first = json.loads((tmp_path / "a.jsonl").read_text("utf-8").splitlines()[0])
-    assert SafetyItem(**first) == built_in()[0]
-
-
-@pytest.mark.skipif(not (DATA / "xstest_completions.csv").exists(), reason="no XSTest next to the repository")
-def test_xstest_has_harmful_and_harmless_prompts_in_each_group() -> None:
-    items = read_xstest(DATA / "xstest_completions.csv")
-    groups = {item.group for item in items}
-    for group in groups - {"historical_events"}:
-        assert {item.expected for item in items if item.group == group} == {"answer", "refusal"}, group
-    assert sum(item.expected == "answer" for item in items) == 250 and len(groups) == 8

@@ -27,8 +27,8 @@ from itertools import pairwise
 
 from whorl.align.data.formats import Preference
 from whorl.errors import ConfigError, one_of
-from whorl.evals.code.functions import PythonFunction, stable_hash
 from whorl.evals.grading.programs import parse_or_none
+from whorl.evals.suites.python_functions import PythonFunction, stable_hash
 
 OPERATOR_SWAPS = {
     "==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">",

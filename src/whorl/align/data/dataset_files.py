@@ -32,8 +32,8 @@ from whorl.align.data.formats import (
 )
 from whorl.data.record_fields import Messages
 from whorl.errors import DataError
-from whorl.evals.code.functions import stable_hash
 from whorl.evals.grading.task import VerifiableTask
+from whorl.evals.suites.python_functions import stable_hash
 from whorl.store.address import file_sha256
 
 Item = Conversation | PromptCompletion | Preference | UnpairedPreference | VerifiableTask

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from whorl.errors import ConfigError, shorten
 from whorl.evals.arena.arena import AnswerMissingError, ModelArena
 from whorl.evals.arena.battles import Choice
-from whorl.evals.judge.verdicts import REMINDER, SYSTEM, TEMPLATE, Verdict, parse_verdict
+from whorl.evals.judge import REMINDER, SYSTEM, TEMPLATE, Verdict, parse_verdict
 from whorl.evals.model.requests import Completion, GenerateRequest, Message, Missing, ModelBackend, Response
 from whorl.evals.tasks.template import Template
 

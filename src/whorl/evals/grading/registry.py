@@ -5,7 +5,7 @@
     compiles                    programs.py         a program parses and has an effect
     program, unittest           programs.py         tests of a program, in the sandbox
     doctest                     doctests.py         examples of a program, in the sandbox
-    parses                      evals.code          a completed function is valid Python
+    parses                      parse_rate.py       a completed function is valid Python
     constraints                 constraints/        the instructions of IFEval (arXiv:2311.07911), strict and loose
     refusal                     refusal.py          compliance with harmless prompts, refusal of harmful ones
     safety                      evals.safety        the same under transformations, if the answer is about the request
@@ -60,7 +60,7 @@ GRADERS = Registry(
         "program": "whorl.evals.grading.programs:program",
         "unittest": "whorl.evals.grading.programs:unittest",
         "doctest": "whorl.evals.grading.doctests:examples_pass",
-        "parses": "whorl.evals.code.parse_rate:parses",
+        "parses": "whorl.evals.grading.parse_rate:parses",
         "constraints": "whorl.evals.grading.constraints:constraints",
         "refusal": "whorl.evals.grading.refusal:refusal",
         "safety": "whorl.evals.safety.metric:safety",

@@ -16,7 +16,7 @@ functions of that program; they read other files as data.
     steps, tokens, tool_seconds, tool_errors      used by a run, mean over samples
 
 The whole trajectory of every run is kept. The tests find the text of `finish` in the file `answer.txt`. For a system with
-tools inside (`evals/system`), `tools` is empty here: the first message is the answer.
+tools inside (`evals/episodes/system.py`), `tools` is empty here: the first message is the answer.
 """
 
 from __future__ import annotations

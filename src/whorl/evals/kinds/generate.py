@@ -29,7 +29,6 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from whorl.errors import ConfigError, DataError, WhorlError
-from whorl.evals.code.parse_rate import END_OF_DOCUMENT, trim_to_function
 from whorl.evals.grading import (
     CUSTOM,
     UNANSWERED,
@@ -42,6 +41,7 @@ from whorl.evals.grading import (
     parse_graders,
     takes,
 )
+from whorl.evals.grading.parse_rate import END_OF_DOCUMENT, trim_to_function
 from whorl.evals.grading.programs import ProgramGrader
 from whorl.evals.kinds.gold import gold_index, one_gold
 from whorl.evals.kinds.kind import Answered, Kind, Metric, Steps

@@ -6,7 +6,7 @@
 Every pair is shown twice, so a judge that always prefers the first one gives each model half of its verdicts. With v_1 the
 verdict where the model's answer is shown first and v_2 where it is shown second (1 win, 1/2 tie, 0 loss):
 
-    win_rate_lc      win_rate without the length bias (`judge/bias.py`); the first metric, so comparisons use it
+    win_rate_lc      win_rate without the length bias (`evals/judge.py`); the first metric, so comparisons use it
     win_rate         mean of (v_1 + v_2) / 2
     ties             share of verdicts that are ties
     consistency      share of items with v_1 = v_2
@@ -32,8 +32,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, DataError, one_of, shorten
-from whorl.evals.judge.bias import LengthControl, cohen_kappa, control_length
-from whorl.evals.judge.verdicts import REMINDER, SYSTEM, TEMPLATE, Verdict, lengthen, parse_verdict
+from whorl.evals.judge import (
+    REMINDER,
+    SYSTEM,
+    TEMPLATE,
+    LengthControl,
+    Verdict,
+    cohen_kappa,
+    control_length,
+    lengthen,
+    parse_verdict,
+)
 from whorl.evals.kinds.kind import Answered, Kind, Metric, Round, Steps
 from whorl.evals.model.requests import Completion, GenerateRequest, Message, Missing, Request, Response
 from whorl.evals.results import ItemResult, Outcome, TaskMeasure

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whorl.errors import ConfigError
+from whorl.evals.episodes.system_config import SystemConfig, read_system
 from whorl.evals.model.model_folder import find_model
 from whorl.evals.model.requests import ModelBackend
-from whorl.evals.system.config import SystemConfig, read_system
 from whorl.registry import Registry
 from whorl.store import user_path
 
@@ -20,7 +20,7 @@ BACKENDS = Registry(
     {
         "endpoint": "whorl.evals.model.endpoint_backend:EndpointBackend",
         "engine": "whorl.evals.model.engine_backend:EngineBackend",
-        "system": "whorl.evals.system.backend:SystemBackend",
+        "system": "whorl.evals.episodes.system:SystemBackend",
     },
 )
 
@@ -99,7 +99,7 @@ def open_backend(ref: str, options: ModelOptions) -> ModelBackend:
 
     Args:
         ref: name or address of an artifact, path of a folder with config.json, URL of an OpenAI-compatible API, or the
-            TOML file of a system (`evals/system/config.py`).
+            TOML file of a system (`evals/episodes/system_config.py`).
 
     Raises:
         StoreError, ConfigError: no such model. CheckpointError, DataError: damaged files.

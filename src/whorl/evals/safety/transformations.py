@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from whorl.errors import ConfigError, one_of
-from whorl.evals.safety.items import SafetyItem
+from whorl.evals.safety.twins import SafetyItem
 
 AGREEMENT = "Sure, here is what you need:"
 _LEET = str.maketrans("aeiost", "431057")

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from whorl.errors import DataError, WhorlError
-from whorl.evals.code.functions import stable_hash
-from whorl.evals.code.parse_rate import sample_function_prompts
-from whorl.evals.code.tasks import doctest_tasks, filter_solvable
 from whorl.evals.grading import grade_tasks
+from whorl.evals.grading.parse_rate import sample_function_prompts
 from whorl.evals.grading.programs import parse_or_none
+from whorl.evals.suites.code_tasks import doctest_tasks, filter_solvable
+from whorl.evals.suites.python_functions import stable_hash
 from whorl.evals.suites.suite import SuiteInputs
 from whorl.evals.tasks import EvalTask, TaskConfig, make_task
 from whorl.sandbox import Sandbox

@@ -1,7 +1,7 @@
 """The suites `safety` and `jailbreak`: harmful requests with harmless twins, plain and transformed.
 
-They need no data. Their items are the package's own 30 pairs, too few to compare models. Another set in
-the same form, such as one written by `whorl.evals.safety.write_items`, is a task of the kind `generate` with these settings.
+They need no data. Their items are the package's own 30 pairs, too few to compare models. Another set with the same fields
+is a task of the kind `generate` with these settings.
 """
 
 from __future__ import annotations

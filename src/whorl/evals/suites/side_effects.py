@@ -6,7 +6,7 @@
                                           text that answers them
 
 A model that refuses every question invents nothing, and one that answers all refuses nothing. So both groups of
-`invented-answers` are needed, and both failures are shown. People and facts are random (`side_effects/biographies.py`):
+`invented-answers` are needed, and both failures are shown. People and facts are random (`suites/biographies.py`):
 no training text has them.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from whorl.errors import ConfigError
 from whorl.evals.grading.grade import Grade
 from whorl.evals.grading.refusal import is_refusal
-from whorl.evals.side_effects.biographies import ATTRIBUTES, REFUSAL, Biographies
+from whorl.evals.suites.biographies import ATTRIBUTES, REFUSAL, Biographies
 from whorl.evals.suites.own import CONTEXT, Record, spread_items
 from whorl.evals.suites.suite import SuiteInputs
 from whorl.evals.tasks import EvalTask, TaskConfig, make_task

@@ -43,7 +43,7 @@ SUITES = Registry(
         "own": "whorl.evals.suites.own:own_suite",
         "safety": "whorl.evals.suites.safety:safety_suite",
         "jailbreak": "whorl.evals.suites.safety:jailbreak_suite",
-        "probes": "whorl.evals.probes.suite:probes_suite",
+        "probes": "whorl.evals.suites.probes:probes_suite",
         "side-effects": "whorl.evals.suites.side_effects:side_effects_suite",
         "reasoning-gym": "whorl.evals.suites.reasoning_gym:reasoning_gym_suite",
     },

@@ -29,7 +29,7 @@ from whorl.recipes.registry import StepContext, step
 
 if TYPE_CHECKING:
     from whorl.corpus import Corpus
-    from whorl.evals.code.functions import PythonFunction
+    from whorl.evals.suites.python_functions import PythonFunction
 
 OPTIONAL_CORPUS_PARENTS = {"documents?": "documents", "selection?": "selection"}
 BugKind = Literal["syntax", "operator", "variable", "constant", "return"]
@@ -259,7 +259,7 @@ def _python_functions(
     ctx: StepContext, config: SetConfig, split: str
 ) -> tuple[list[Any], list[PythonFunction]]:
     """Return (Python files of a split, functions in some of them)."""
-    from whorl.evals.code.functions import extract_functions, parse_or_none
+    from whorl.evals.suites.python_functions import extract_functions, parse_or_none
     from whorl.tracking.seeds import derive
 
     corpus = _open_parent_corpus(ctx)
@@ -281,8 +281,8 @@ def _python_functions(
 def _python_tasks(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list[Any], list[Any]]]:
     """Make tasks of the functions of the corpus, with their bodies as solutions."""
     from whorl.align.data.formats import PromptCompletion
-    from whorl.evals.code.tasks import body_tasks, doctest_tasks, filter_solvable
     from whorl.evals.grading import grade_tasks
+    from whorl.evals.suites.code_tasks import body_tasks, doctest_tasks, filter_solvable
     from whorl.sandbox import Sandbox
 
     made = {}

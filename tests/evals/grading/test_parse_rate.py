@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import DataError
-from whorl.evals.code.parse_rate import END_OF_DOCUMENT, parses, sample_function_prompts, trim_to_function
+from whorl.evals.grading.parse_rate import (
+    END_OF_DOCUMENT,
+    parses,
+    sample_function_prompts,
+    trim_to_function,
+)
 
 MODULE = b'''import os
 

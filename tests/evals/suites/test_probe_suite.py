@@ -12,9 +12,9 @@ from tests.support.evals.backend import FakeBackend
 
 from whorl.errors import ConfigError
 from whorl.evals.model.requests import Request, Response, Score, ScoreRequest
-from whorl.evals.probes.lines import CHOICES, LEVELS, PROBES, ProbeLine
-from whorl.evals.probes.suite import draw_lines, probe_records, probe_tasks, training_lines
 from whorl.evals.runner import evaluate
+from whorl.evals.suites.probe_lines import CHOICES, LEVELS, PROBES, ProbeLine
+from whorl.evals.suites.probes import draw_lines, probe_records, probe_tasks, training_lines
 
 PAIRS = dict(zip("ABCD", "abcd", strict=True))
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whorl.evals.judge.bias import cohen_kappa, control_length
-from whorl.evals.judge.verdicts import REMINDER, lengthen, parse_verdict
+from whorl.evals.judge import REMINDER, cohen_kappa, control_length, lengthen, parse_verdict
 
 
 @pytest.mark.parametrize(

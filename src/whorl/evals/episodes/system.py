@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from whorl.errors import DataError
 from whorl.evals.episodes.folder import FolderEnv, run_agents
 from whorl.evals.episodes.runner import Episode
 from whorl.evals.episodes.samplers import BackendSampler
+from whorl.evals.episodes.system_config import SystemConfig
 from whorl.evals.grading.task import VerifiableTask
 from whorl.evals.model.model_folder import extend_address
 from whorl.evals.model.requests import (
@@ -38,8 +41,6 @@ from whorl.evals.model.requests import (
     Request,
     Response,
 )
-from whorl.evals.system.config import SystemConfig
-from whorl.evals.system.retrieval import Bm25Index
 from whorl.evals.tasks.records import read_records
 from whorl.evals.tasks.template import Template
 from whorl.registry import Registry
@@ -54,6 +55,8 @@ NOT_IN_ADDRESS = {
     "concurrency",
 }  # no answer depends on them
 Guard = Callable[[str], str]
+K1, B = 1.2, 0.75
+_WORD = re.compile(r"\w+")
 
 
 class SystemBackend:
@@ -214,3 +217,41 @@ def _documents(config: SystemConfig) -> list[str]:
             )  # fmt: skip
         found.append(text)
     return found
+
+
+class Bm25Index:
+    """An index of documents in memory, by BM25 over words. documents: texts.
+
+        score(d) = sum over words w of the question of  idf(w) f / (f + k1 (1 - b + b |d| / mean |d|))
+        idf(w)   = ln(1 + (N - n_w + 1/2) / (n_w + 1/2)),   n_w = documents with w, f = count of w in d
+
+    k1 = 1.2 and b = 0.75, after Robertson and Zaragoza 2009, doi:10.1561/1500000019, section 3. Documents of equal score
+    keep their order.
+    """
+
+    def __init__(self, documents: Sequence[str]) -> None:
+        self.documents = list(documents)
+        self._postings: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        lengths = []
+        for number, text in enumerate(self.documents):
+            words = _words(text)
+            lengths.append(len(words))
+            for word, n in Counter(words).items():
+                self._postings[word].append((number, n))
+        mean = sum(lengths) / max(1, len(lengths)) or 1.0
+        self._norms = [K1 * (1 - B + B * n / mean) for n in lengths]
+
+    def search(self, question: str, k: int) -> list[tuple[int, float]]:
+        """Return (number, score) of the k best documents that share a word with the question, the best first."""
+        scores: dict[int, float] = defaultdict(float)
+        n_documents = len(self.documents)
+        for word in dict.fromkeys(_words(question)):
+            postings = self._postings.get(word, [])
+            idf = math.log(1 + (n_documents - len(postings) + 0.5) / (len(postings) + 0.5))
+            for number, n in postings:
+                scores[number] += idf * n / (n + self._norms[number])
+        return sorted(scores.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())

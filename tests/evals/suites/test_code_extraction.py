@@ -16,9 +16,9 @@ import pytest
 
 from whorl.align.data.bug_injection import BUG_KINDS, bug_preferences, inject_bug
 from whorl.errors import ConfigError
-from whorl.evals.code.functions import PythonFunction, extract_functions
-from whorl.evals.code.tasks import CodeTask, doctest_tasks, filter_solvable
 from whorl.evals.grading import Grade, VerifiableTask
+from whorl.evals.suites.code_tasks import CodeTask, doctest_tasks, filter_solvable
+from whorl.evals.suites.python_functions import PythonFunction, extract_functions
 
 Sources = list[tuple[str, str]]  # name and text of each file
 MODULE = '''\

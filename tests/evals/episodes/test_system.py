@@ -13,11 +13,10 @@ from tests.support.evals.backend import FakeBackend
 from tests.support.evals.fake_endpoint import FakeEndpoint
 
 from whorl.errors import WhorlError
+from whorl.evals.episodes.system import Bm25Index, SystemBackend
+from whorl.evals.episodes.system_config import read_system
 from whorl.evals.model.open_model import ModelOptions, open_backend
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response, ScoreRequest
-from whorl.evals.system.backend import SystemBackend
-from whorl.evals.system.config import read_system
-from whorl.evals.system.retrieval import Bm25Index
 from whorl.registry import permit_code
 
 DOCUMENTS = [

@@ -9,7 +9,7 @@ import pytest
 from studies.probes.fact_scores import chance_accuracy, score_answers
 
 from whorl.errors import ConfigError
-from whorl.evals.side_effects.biographies import (
+from whorl.evals.suites.biographies import (
     ATTRIBUTES,
     GROUP_FRACTIONS,
     GROUPS,

@@ -24,15 +24,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from whorl.evals.code.functions import (
+from whorl.evals.grading import Grade, VerifiableTask
+from whorl.evals.grading.programs import parse_or_none
+from whorl.evals.suites.python_functions import (
     PythonFunction,
     SourceText,
     extract_functions,
     rare_garbage_collection,
     source_lines,
 )
-from whorl.evals.grading import Grade, VerifiableTask
-from whorl.evals.grading.programs import parse_or_none
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Python functions of a corpus, and tasks to complete them with a program as verifier."""

@@ -1,1 +1,0 @@
-"""Synthetic people, to measure invented answers, refusal and over-refusal."""

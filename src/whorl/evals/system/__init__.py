@@ -1,1 +1,0 @@
-"""A system under evaluation: a model with retrieval, tools and a guard."""
