@@ -1,4 +1,4 @@
-"""Deployment manifests for Kubernetes and Ray Serve. They are printed, not applied.
+"""Deployment manifests for Kubernetes and Ray Serve, from `kubernetes.yaml` and `ray.yaml`. They are printed, not applied.
 
     whorl serve MODEL --manifest kubernetes | kubectl apply -f -
     whorl serve MODEL --manifest ray > serve.yaml && serve deploy serve.yaml
@@ -21,11 +21,14 @@ Tests validate every field against the schemas of both.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
+import jinja2
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -89,8 +92,7 @@ def render_manifest(kind: str, spec: DeploymentSpec) -> str:
         raise ConfigError(
             f"max_replicas {spec.max_replicas} is below replicas {spec.replicas}", expected="at least as many"
         )
-    documents = kubernetes_manifests(spec) if kind == "kubernetes" else [ray_config(spec)]
-    return str(yaml.safe_dump_all(documents, sort_keys=False, width=110))
+    return str(yaml.safe_dump_all(_documents(kind, spec), sort_keys=False, width=110))
 
 
 def manifest_for_command(
@@ -109,193 +111,29 @@ def manifest_for_command(
     return render_manifest(kind, spec.model_copy(update=changes))
 
 
-def kubernetes_manifests(spec: DeploymentSpec) -> list[dict[str, Any]]:
-    """Return services, deployments, disruption budgets and the autoscaler."""
-    replicas, routers = f"{spec.name}-replica", f"{spec.name}-router"
-    command = ["whorl", "serve", spec.model, "--host", "0.0.0.0", "--port", str(PORT)]
-    command += ["--max-num-seqs", str(spec.max_num_seqs), "--drain", str(spec.drain_seconds)]
-    command += ["--api-key-file", "/keys/keys.json"] if spec.key_secret else ["--no-auth"]
-    command += spec.arguments
-    route = ["whorl", "route", "--discover", f"{replicas}:{PORT}", "--host", "0.0.0.0", "--port", str(PORT)]
-    route += ["--drain", str(spec.drain_seconds), *([] if spec.key_secret else ["--no-auth"])]
-    memory = f"{round(spec.memory_gib * 1024)}Mi"
-    sizes = {"cpu": str(spec.cpus), "memory": memory, **({"nvidia.com/gpu": spec.gpus} if spec.gpus else {})}
-    live, ready = _probe("/health/live", 10, 6), _probe("/health/ready", 2, 2)
-    server = _container(spec, command, {"requests": sizes, "limits": sizes}, live, ready)
-    server["startupProbe"] = _probe("/health/ready", 2, -(-spec.start_seconds // 2))
-    server["env"] = [{"name": name, "value": value} for name, value in _environment(spec).items()]
-    small = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
-    router = _container(spec, route, small, _probe("/health/live", 10, 6), _probe("/health", 2, 2))
-    volumes: list[dict[str, Any]] = []
-    for name, path, source in (
-        ("models", "/models", {"persistentVolumeClaim": {"claimName": spec.volume_claim, "readOnly": True}}),
-        ("keys", "/keys", {"secret": {"secretName": spec.key_secret}}),
-    ):
-        if (spec.volume_claim if name == "models" else spec.key_secret) is not None:
-            volumes.append({"name": name, **source})
-            server.setdefault("volumeMounts", []).append({"name": name, "mountPath": path, "readOnly": True})
-    return [
-        _service(spec, replicas, headless=True),
-        _service(spec, routers, headless=False),
-        _deployment(spec, replicas, spec.replicas, server, volumes),
-        _deployment(spec, routers, spec.routers, router, []),
-        _disruption_budget(spec, replicas),
-        _disruption_budget(spec, routers),
-        _autoscaler(spec, replicas),
-    ]
+def _documents(kind: str, spec: DeploymentSpec) -> list[Any]:
+    """Return the documents of a template of this folder."""
+    replica, router = f"{spec.name}-replica", f"{spec.name}-router"
+    listen, drain = ["--host", "0.0.0.0", "--port", str(PORT)], ["--drain", str(spec.drain_seconds)]
+    no_auth = [] if spec.key_secret else ["--no-auth"]
+    keys = ["--api-key-file", "/keys/keys.json"] if spec.key_secret else no_auth
+    sizes = ["--max-num-seqs", str(spec.max_num_seqs), *drain]
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_quoted
+    )
+    template = environment.from_string(Path(__file__).with_name(f"{kind}.yaml").read_text())
+    text = template.render(
+        spec=spec, replica=replica, router=router, port=PORT, pre_stop_seconds=PRE_STOP_SECONDS,
+        serve=["whorl", "serve", spec.model, *listen, *sizes, *keys, *spec.arguments],
+        route=["whorl", "route", "--discover", f"{replica}:{PORT}", *listen, *drain, *no_auth],
+        max_replicas=spec.max_replicas or 4 * spec.replicas,
+        memory=f"{round(spec.memory_gib * 1024)}Mi", memory_bytes=round(spec.memory_gib * 1024**3),
+        environment={"OMP_NUM_THREADS": str(spec.cpus), **({PERMITTED: spec.code} if spec.code else {})},
+        local_only=is_loopback(spec.host) and not any("--api-key-file" in a for a in spec.arguments),
+    )  # fmt: skip
+    return list(yaml.safe_load_all(text))
 
 
-def ray_config(spec: DeploymentSpec) -> dict[str, Any]:
-    """Return the configuration for `serve deploy`."""
-    return {
-        "proxy_location": "EveryNode",
-        "http_options": {"host": spec.host, "port": spec.port, "request_timeout_s": 600},
-        "applications": [
-            {
-                "name": spec.name,
-                "route_prefix": "/",
-                "import_path": "whorl.router.ray_app:app",
-                "args": {
-                    "model": spec.model,
-                    "arguments": list(spec.arguments),
-                    "max_num_seqs": spec.max_num_seqs,
-                    "local_only": is_loopback(spec.host)
-                    and not any("--api-key-file" in a for a in spec.arguments),
-                },
-                "deployments": [
-                    {
-                        "name": "Replica",
-                        "max_ongoing_requests": 4 * spec.max_num_seqs,
-                        "graceful_shutdown_timeout_s": spec.drain_seconds,
-                        "health_check_period_s": 10,
-                        "health_check_timeout_s": 60,
-                        "autoscaling_config": {
-                            "min_replicas": spec.replicas,
-                            "max_replicas": _max_replicas(spec),
-                            "target_ongoing_requests": spec.max_num_seqs + spec.queue_per_replica,
-                            "upscale_delay_s": 60,
-                            "downscale_delay_s": 600,
-                        },
-                        "ray_actor_options": {
-                            "num_cpus": spec.cpus,
-                            "num_gpus": spec.gpus,
-                            "memory": round(spec.memory_gib * 1024**3),
-                            "runtime_env": {"env_vars": _environment(spec)},
-                        },
-                    }
-                ],
-            }
-        ],
-    }
-
-
-def _environment(spec: DeploymentSpec) -> dict[str, str]:
-    """Return the variables of a server."""
-    return {"OMP_NUM_THREADS": str(spec.cpus), **({PERMITTED: spec.code} if spec.code else {})}
-
-
-def _max_replicas(spec: DeploymentSpec) -> int:
-    return spec.max_replicas or 4 * spec.replicas
-
-
-def _labels(spec: DeploymentSpec, name: str) -> dict[str, str]:
-    return {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": spec.name}
-
-
-def _metadata(spec: DeploymentSpec, version: str, kind: str, name: str) -> dict[str, Any]:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": _labels(spec, name)}}
-
-
-def _probe(path: str, period: int, failures: int) -> dict[str, Any]:
-    get = {"path": path, "port": "http"}
-    return {"httpGet": get, "periodSeconds": period, "failureThreshold": failures, "timeoutSeconds": 5}
-
-
-def _container(
-    spec: DeploymentSpec,
-    command: list[str],
-    resources: dict[str, Any],
-    live: dict[str, Any],
-    ready: dict[str, Any],
-) -> dict[str, Any]:
-    return {
-        "name": "whorl",
-        "image": spec.image,
-        "command": command,
-        "ports": [{"name": "http", "containerPort": PORT}],
-        "resources": resources,
-        "livenessProbe": live,
-        "readinessProbe": ready,
-        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}},
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-    }
-
-
-def _deployment(
-    spec: DeploymentSpec, name: str, n: int, container: dict[str, Any], volumes: list[dict[str, Any]]
-) -> dict[str, Any]:
-    select = {"matchLabels": {"app.kubernetes.io/name": name}}
-    apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
-    pod = {
-        "terminationGracePeriodSeconds": PRE_STOP_SECONDS + spec.drain_seconds + 15,
-        "automountServiceAccountToken": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": 1000,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "topologySpreadConstraints": [{**apart, "labelSelector": select}],
-        "containers": [container],
-        **({"volumes": volumes} if volumes else {}),
-    }
-    scrape = {
-        "prometheus.io/scrape": "true",
-        "prometheus.io/port": str(PORT),
-        "prometheus.io/path": "/metrics",
-    }
-    return {
-        **_metadata(spec, "apps/v1", "Deployment", name),
-        "spec": {
-            # The initial number; the autoscaler changes it later. An update adds a pod before it removes one.
-            "replicas": n,
-            "selector": select,
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "template": {"metadata": {"labels": _labels(spec, name), "annotations": scrape}, "spec": pod},
-        },
-    }
-
-
-def _service(spec: DeploymentSpec, name: str, headless: bool) -> dict[str, Any]:
-    own: dict[Literal["clusterIP"], str] = {"clusterIP": "None"} if headless else {}
-    select = {"app.kubernetes.io/name": name}
-    ports = [{"name": "http", "port": PORT, "targetPort": "http"}]
-    return {**_metadata(spec, "v1", "Service", name), "spec": {**own, "selector": select, "ports": ports}}
-
-
-def _disruption_budget(spec: DeploymentSpec, name: str) -> dict[str, Any]:
-    select = {"matchLabels": {"app.kubernetes.io/name": name}}
-    body = {"maxUnavailable": 1, "selector": select}
-    return {**_metadata(spec, "policy/v1", "PodDisruptionBudget", name), "spec": body}
-
-
-def _autoscaler(spec: DeploymentSpec, name: str) -> dict[str, Any]:
-    waiting = {
-        "metric": {"name": "whorl_sequences_waiting"},
-        "target": {"type": "AverageValue", "averageValue": str(spec.queue_per_replica)},
-    }
-    busy = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 90}}
-    up = {"type": "Percent", "value": 100, "periodSeconds": 60}
-    down = {"type": "Pods", "value": 1, "periodSeconds": 600}
-    return {
-        **_metadata(spec, "autoscaling/v2", "HorizontalPodAutoscaler", name),
-        "spec": {
-            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
-            "minReplicas": spec.replicas,
-            "maxReplicas": _max_replicas(spec),
-            "metrics": [{"type": "Pods", "pods": waiting}, {"type": "Resource", "resource": busy}],
-            "behavior": {
-                "scaleUp": {"stabilizationWindowSeconds": 60, "policies": [up]},
-                "scaleDown": {"stabilizationWindowSeconds": 600, "policies": [down]},
-            },
-        },
-    }
+def _quoted(value: Any) -> str:
+    """Return YAML of a value in one line; text of any characters, or like a number, remains this text."""
+    return str(yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf)).strip()
