@@ -173,9 +173,9 @@ def _global_options(
 
     with_error_handling(permit_code)(*code or ())
     if version:
-        import whorl
+        from importlib.metadata import version as installed
 
-        print(f"whorl {whorl.__version__}")
+        print(f"whorl {installed('whorl')}")
         raise typer.Exit
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from whorl.errors import DataError
 from whorl.evals.results import ItemResult, TaskMeasure, TaskResult
+from whorl.files import write_atomic
 
 RESULTS_FILE = "results.json"
 FORMAT = 1
@@ -41,10 +41,10 @@ def save_results(folder: Path, results: Sequence[TaskResult], about: Mapping[str
     folder.mkdir(parents=True, exist_ok=True)
     for result in results:
         lines = (json.dumps(_finite(asdict(item)), ensure_ascii=False) + "\n" for item in result.items)
-        _write(folder / items_file(result.task), "".join(lines))
+        write_atomic(folder / items_file(result.task), "".join(lines))
     tasks = [_finite({k: v for k, v in asdict(result).items() if k != "items"}) for result in results]
     content = {"format": FORMAT, **(about or {}), "tasks": tasks}
-    _write(folder / RESULTS_FILE, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_atomic(folder / RESULTS_FILE, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def load_results(folder: Path) -> list[TaskResult]:
@@ -110,10 +110,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return value
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file under a temporary name, then rename it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, "utf-8")
-    os.replace(temporary, path)  # noqa: PTH105 - the same, and shorter

@@ -23,7 +23,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import ConfigError, one_of
+from whorl.files import write_atomic
 from whorl.machine.gemm_benchmark import (
     SHAPES,
     available_core_fraction,
@@ -385,15 +385,6 @@ def _read_cache(path: Path) -> list[Measurement]:
 
 def _write_cache(path: Path, kept: list[Measurement]) -> None:
     """Best effort: without a writable home the next run measures again."""
-    write_atomically(path, [asdict(measured) for measured in kept])
-
-
-def write_atomically(path: Path, value: Any, publish: Callable[[Path, Path], object] = Path.replace) -> None:
-    """Write a JSON file that readers see whole or not at all; best effort. publish: moves it from a temporary name."""
-    temporary = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(value))
-        publish(temporary, path)
-    with suppress(OSError):
-        temporary.unlink(missing_ok=True)
+        write_atomic(path, json.dumps([asdict(measured) for measured in kept]))

@@ -46,12 +46,12 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import ConfigError, one_of
+from whorl.files import write_atomic
 from whorl.machine.device_probe import (
     CONTENDED_CACHE_SECONDS,
     UNCONTENDED_FRACTION,
     cache_folder,
     measured_machine,
-    write_atomically,
 )
 from whorl.machine.gemm_benchmark import available_core_fraction
 
@@ -282,7 +282,8 @@ def _keep(path: Path, name: str, timed: TimedChoice, candidates: Candidates, ref
         if not refresh and (first := _valid(kept.get(name), candidates)) is not None:
             return first
         kept[name] = timed
-        write_atomically(path, {key: asdict(value) for key, value in kept.items()})
+        with suppress(OSError):
+            write_atomic(path, json.dumps({key: asdict(value) for key, value in kept.items()}))
     return timed
 
 
@@ -381,7 +382,14 @@ def choose_once(name: str, choose: Callable[[], Any]) -> Any:
     if (found := _recorded(path)) is not None:
         return found
     value = choose()
-    write_atomically(path, value, os.link)  # fails if another process was first
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")
+        write_atomic(own, json.dumps(value))
+        try:
+            os.link(own, path)  # fails if another process was first
+        finally:
+            own.unlink()
     found = _recorded(path)
     return value if found is None else found
 
@@ -389,8 +397,10 @@ def choose_once(name: str, choose: Callable[[], Any]) -> Any:
 def _record(name: str, value: Any) -> None:
     """Record a choice that was forced, in place of an earlier one; does nothing outside of `recorded_choices`."""
     folder = os.environ.get(VARIABLE)
-    if folder and _recorded(Path(folder) / f"{name}.json") != value:
-        write_atomically(Path(folder) / f"{name}.json", value)
+    if folder and _recorded(path := Path(folder) / f"{name}.json") != value:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps(value))
 
 
 def _recorded(path: Path) -> Any:

@@ -39,7 +39,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import whorl
 from whorl.errors import ConfigError, WhorlError, one_of
 from whorl.sandbox.frames import receive_with_deadline, send
 from whorl.sandbox.limits import ExampleOutput, Program, ProgramResult, ResourceLimits
@@ -80,7 +79,7 @@ class SandboxWorker:
     def __init__(self, allow_missing: frozenset[str]) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="whorl-sandbox-"))
         (self.root / "box").mkdir()
-        package_parent = str(Path(whorl.__file__).parent.parent)
+        package_parent = str(Path(__file__).parents[2])
         options = ["-P", "-s", "-S", "-B", "-c", _BOOTSTRAP, package_parent, str(self.root / "box")]
         self.process = subprocess.Popen(
             [sys.executable, *options, *sorted(allow_missing)],

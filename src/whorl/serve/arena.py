@@ -16,6 +16,7 @@ import asyncio
 import random
 import socket
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any, TypeVar
 
 import uvicorn
@@ -24,7 +25,6 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from whorl import __version__
 from whorl.evals.arena.arena import AnswerMissingError, ModelArena
 from whorl.evals.arena.arena_log import Battle, UnknownBattleError, VoteConflictError
 from whorl.evals.arena.battles import Choice
@@ -144,7 +144,8 @@ async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
 def create_arena_app(state: ArenaState) -> FastAPI:
     """Return the application of an arena."""
     app = FastAPI(
-        title="Whorl arena", description="Blind votes between models: docs/evals/arena.md.", version=__version__,
+        title="Whorl arena", description="Blind votes between models: docs/evals/arena.md.",
+        version=metadata.version("whorl"),
         docs_url=None, redoc_url=None,
     )  # fmt: skip
     app.router.route_class = ErrorHandlingRoute

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from whorl.errors import CorruptArtifactError, StoreError, one_of
+from whorl.files import write_atomic
 from whorl.store.address import file_sha256
 from whorl.store.manifest import Manifest
 
@@ -107,12 +109,8 @@ class Artifact:
 
     def record_mtimes(self, times: dict[str, int]) -> None:
         """Store the modification times at which the files were last hashed. Does nothing in a read-only store."""
-        temporary = self._mtime_cache.with_suffix(f".{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps(times))
-            temporary.replace(self._mtime_cache)
-        except OSError:
-            temporary.unlink(missing_ok=True) if os.access(temporary.parent, os.W_OK) else None
+        with suppress(OSError):
+            write_atomic(self._mtime_cache, json.dumps(times))
 
 
 def relative_files(folder: Path) -> dict[str, os.stat_result]:

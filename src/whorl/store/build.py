@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import CorruptArtifactError, DiskFullError, StoreError, WhorlError
+from whorl.files import fsync_path
 from whorl.store.address import address_of, file_sha256, validate_name
 from whorl.store.artifact import Artifact, relative_files
 from whorl.store.lock import FileLock, HeartbeatLock
@@ -156,7 +157,7 @@ class Build:
         times = {}
         for name, status in sorted(relative_files(self.path).items()):
             path = self.path / name
-            _fsync(path)
+            fsync_path(path)
             files[name] = {"sha256": file_sha256(path), "size": status.st_size}
             times[name] = status.st_mtime_ns
         if not files:
@@ -175,13 +176,13 @@ class Build:
             files,
         )
         (self.path / FILE_NAME).write_text(manifest.to_json())
-        _fsync(self.path / FILE_NAME)
-        _fsync(self.path)
+        fsync_path(self.path / FILE_NAME)
+        fsync_path(self.path)
         if self.store.remote is not None:
             self.store.remote.push(manifest, self.path)
         final = self.store.root / "artifacts" / self.address
         self.path.rename(final)
-        _fsync(final.parent)
+        fsync_path(final.parent)
         artifact = self.store.local_artifact(manifest)
         artifact.record_mtimes(times)
         self.store.set_name(self.name, artifact)
@@ -229,11 +230,3 @@ def _names_path_in_store(error: BaseException, root: Path) -> bool:
         return False
     path = Path(os.fsdecode(name)).absolute()
     return path.is_relative_to(root) or root.is_relative_to(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

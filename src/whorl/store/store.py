@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import CorruptArtifactError, StoreError, one_of
+from whorl.files import write_atomic
 from whorl.store.address import ADDRESS_DIGITS, address_of, read_address, user_path, validate_name
 from whorl.store.artifact import Artifact
 from whorl.store.build import Build, wrap_os_error
@@ -116,9 +117,7 @@ class Store:
         path = self.root / "names" / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.root / "staging" / f"name-{os.getpid()}-{artifact.address}"
-            temporary.write_text(artifact.address)
-            temporary.replace(path)
+            write_atomic(path, artifact.address, aside=self.root / "staging")
         except OSError as error:
             raise self.wrap_os_error(error) from error
 

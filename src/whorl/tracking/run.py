@@ -26,8 +26,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import whorl
 from whorl.errors import without_credentials
+from whorl.files import write_atomic
 from whorl.machine.device_probe import ram_bytes, usable_cores
 from whorl.machine.identity import cpu_name
 from whorl.tracking.sinks import SafeSinks
@@ -79,9 +79,7 @@ class MetricsLog:
         self._writer: SummaryWriter | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_metrics(path) if int(record["step"]) < resume_at]
-        temporary = path.with_suffix(".aside")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        temporary.replace(path)
+        write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a")
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
@@ -204,7 +202,7 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[package] = "absent"
     return {
-        "whorl": whorl.__version__,
+        "whorl": metadata.version("whorl"),
         "commit": _commit(),
         "python": platform.python_version(),
         "implementation": sys.implementation.name,
@@ -219,7 +217,7 @@ def environment() -> dict[str, Any]:
 
 def _commit() -> str:
     """The commit of the source checkout ("+" if edited), or "" for an installed package."""
-    source = Path(whorl.__file__).parents[2]
+    source = Path(__file__).parents[3]
     if not (source / ".git").exists():
         return ""
     try:
@@ -236,6 +234,4 @@ def _commit() -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically: readers and kills never meet a partial file."""
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2, default=str) + "\n")
-    temporary.replace(path)
+    write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")

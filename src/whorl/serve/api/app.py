@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,7 +17,6 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
-from whorl import __version__
 from whorl.http.server_process import trim_memory
 from whorl.serve import errors
 from whorl.serve.api import chat, embeddings, responses
@@ -138,7 +138,7 @@ def create_app(state: AppState) -> FastAPI:
 
     app = FastAPI(
         title="Whorl",
-        version=__version__,
+        version=metadata.version("whorl"),
         description="An OpenAI-compatible API over one engine: docs/serve.md.",
         docs_url=None,  # the documentation pages load scripts from other hosts
         redoc_url=None,

@@ -29,6 +29,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from whorl.errors import ConfigError
+from whorl.files import write_atomic
 from whorl.serve.errors import ApiError
 from whorl.serve.middleware.rate_limit import SharedLevels, TokenBucket
 
@@ -137,13 +138,8 @@ class KeyFile:
             os.close(handle)
 
     def _write(self, keys: list[ApiKey]) -> None:
-        temporary = self.path.with_name(f".{self.path.name}.new")
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            json.dump({"keys": [asdict(key) for key in keys]}, out, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(self.path)
+        text = json.dumps({"keys": [asdict(key) for key in keys]}, indent=1)
+        write_atomic(self.path, text, mode=0o600)
 
 
 class KeyLimits:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whorl.train.checkpoint import writer
+from whorl.files import fsync_path
 from whorl.train.checkpoint.writer import INDEX
 from whorl.train.config import CheckpointConfig
 
@@ -78,7 +78,7 @@ class RemoteStore:
             self.fs.put_file(str(path), target)
             if "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,)):
                 for local in (Path(target), Path(target).parent):
-                    writer.fsync_path(local)
+                    fsync_path(local)
         self.prune(config)
         return name
 

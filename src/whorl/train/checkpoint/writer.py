@@ -14,7 +14,6 @@ normal writes.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -28,6 +27,7 @@ from typing import Any
 import xxhash
 
 from whorl.errors import CheckpointError, DiskFullError
+from whorl.files import fsync_path
 
 FORMAT = 3
 HASH = "xxh3-128"
@@ -170,16 +170,6 @@ def _write_all(file: int, data: memoryview) -> None:
             if error.errno != errno.EINVAL or not flags & direct:
                 raise
             fcntl.fcntl(file, fcntl.F_SETFL, flags & ~direct)  # O_DIRECT is rejected: use the page cache
-
-
-def fsync_path(path: Path) -> None:
-    """Flush a file or folder to disk. File systems that cannot flush a folder are ignored."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _canonical(body: dict[str, Any]) -> bytes:

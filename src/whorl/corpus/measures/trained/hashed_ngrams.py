@@ -22,6 +22,7 @@ from whorl.corpus.measures.run import text_batches
 from whorl.data.files import expand_globs
 from whorl.data.formats import read_strings
 from whorl.errors import ConfigError, DataError
+from whorl.files import write_atomic
 
 Floats = NDArray[np.float64]
 
@@ -124,9 +125,7 @@ def save_model(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]], summar
 
     about = {"kind": kind, "digest": _digest(arrays), "summary": dict(summary)}
     data = save(dict(arrays), {"whorl": json.dumps(about, sort_keys=True)})
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_bytes(data)
-    unfinished.replace(path)
+    write_atomic(path, data)
 
 
 def load_model(path: str | Path, kind: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
