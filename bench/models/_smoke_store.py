@@ -15,7 +15,7 @@ from bench._run import quickstart_store, smoke
 
 from whorl.corpus.documents import Document, document_id
 from whorl.models import Transformer, save_model, whorl_decoder
-from whorl.store import Artifact, Store
+from whorl.store import Artifact, Build, Store
 from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ def open_store(path: str | Path | None) -> Store:
         kind: str, name: str, write: Callable[[Path], object], parents: Mapping[str, Artifact]
     ) -> Artifact:
         full = f"quickstart/{name}"
-        with store.build(kind=kind, name=full, parents=parents, config={}, version=1) as build:
+        with Build(store, kind=kind, name=full, parents=parents, config={}, version=1) as build:
             write(build.path)
         return store.open(full)
 

@@ -11,7 +11,7 @@ from tests.support.cli import invoke, succeed
 
 from whorl.embedding.embedder import Embedder
 from whorl.models.encoder import Encoder, EncoderConfig
-from whorl.store import Store
+from whorl.store import Build, Store
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator
 
@@ -32,7 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store.make_folders()
     made = {"embedder": Embedder(Encoder(shape, generator(0, "weights")), words), "tokenizer": words}
     for kind, found in made.items():
-        with store.build(kind=kind, name=f"finder/{kind}", parents={}, config={}, version=1) as build:
+        with Build(store, kind=kind, name=f"finder/{kind}", parents={}, config={}, version=1) as build:
             found.save(build.path)
     return folder
 

@@ -14,7 +14,7 @@ from tests.support.tiny import make_byte_tokenizer, make_decoder
 from tests.support.vision_tasks import caption_task, classifier_task, contrastive_task
 
 from whorl.models import save_model
-from whorl.store import Store
+from whorl.store import Build, Store
 from whorl.train.rows import train_rows
 from whorl.vision.load import load_vision
 from whorl.vision.model import VisionModel
@@ -41,11 +41,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = Store(folder / ".whorl")
     store.make_folders()
     for name, model in made.items():
-        with store.build(
-            kind="vision", name=f"pics/{name}", parents={}, config={"n": name}, version=1
+        with Build(
+            store, kind="vision", name=f"pics/{name}", parents={}, config={"n": name}, version=1
         ) as build:
             model.save(build.path)
-    with store.build(kind="model", name="pics/words", parents={}, config={}, version=1) as build:
+    with Build(store, kind="model", name="pics/words", parents={}, config={}, version=1) as build:
         save_model(make_decoder(), build.path)
         make_byte_tokenizer().save(build.path)
     rng = np.random.default_rng(9)

@@ -13,7 +13,7 @@ from whorl.machine import kernel_choice
 from whorl.machine.kernel_choice import FORCE
 from whorl.models import save_model
 from whorl.plan.training_plan import TrainingPlan
-from whorl.store import Store
+from whorl.store import Build, Store
 from whorl.train.job import Job
 from whorl.train.profiling import product_table
 from whorl.train.profiling.products import Bounds
@@ -44,11 +44,11 @@ def test_machine_prints_products_of_a_shape(tmp_path: Path, monkeypatch: pytest.
 def test_machine_json_of_a_model_and_of_a_plan(tmp_path: Path) -> None:
     store, model = Store(tmp_path / ".whorl"), make_decoder(d_model=64, n_kv_heads=2, head_dim=32)
     store.make_folders()
-    with store.build(kind="model", name="run/pretrain", parents={}, config={}, version=1) as build:
+    with Build(store, kind="model", name="run/pretrain", parents={}, config={}, version=1) as build:
         save_model(model, build.path)
     job = Job(tokens="", model=model.config, seq_len=32, batch_size=6, steps=1)
     plan = TrainingPlan(job=job, budget="5m", expected={}, arithmetic=[], candidates=[])
-    with store.build(kind="plan", name="quickstart/plan", parents={}, config={}, version=1) as build:
+    with Build(store, kind="plan", name="quickstart/plan", parents={}, config={}, version=1) as build:
         (build.path / "plan.json").write_text(plan.model_dump_json())
     words = ("run/pretrain", "--step", "training", "--batch", "4x16", "--replicas", "2", "--json")
     found = json.loads(succeed(tmp_path, "machine", *words).stdout)

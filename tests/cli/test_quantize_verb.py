@@ -11,7 +11,7 @@ from tests.support.tiny import make_decoder, make_document
 
 from whorl.models import load_model, save_model
 from whorl.models.compression.quantize import QuantizationConfig
-from whorl.store import Store
+from whorl.store import Build, Store
 from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -25,19 +25,19 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = Tokenizer.train([TEXT], 300)
     store = Store(folder / ".whorl")
     store.make_folders()
-    with store.build(kind="tokens", name="run/tokens", parents={}, config={}, version=1) as build:
+    with Build(store, kind="tokens", name="run/tokens", parents={}, config={}, version=1) as build:
         write_shards([make_document(TEXT)], words, build.path, "train")
     tokens = build.artifact
     assert tokens is not None
     other = Tokenizer.train(["all other words"], 300)
-    with store.build(kind="tokenizer", name="other/tokenizer", parents={}, config={}, version=1) as build:
+    with Build(store, kind="tokenizer", name="other/tokenizer", parents={}, config={}, version=1) as build:
         other.save(build.path)
     parents = {"tokenizer": store.open("other/tokenizer")}
-    with store.build(kind="tokens", name="other/tokens", parents=parents, config={}, version=1) as build:
+    with Build(store, kind="tokens", name="other/tokens", parents=parents, config={}, version=1) as build:
         write_shards([make_document(TEXT)], other, build.path, "train")
     model = make_decoder(vocab_size=words.vocab_size, d_model=64, n_kv_heads=2, head_dim=32, mlp_hidden=128)
     for name, parents in (("run/pretrain", {"tokens": tokens}), ("elsewhere/pretrain", {})):
-        with store.build(kind="model", name=name, parents=parents, config={}, version=1) as build:
+        with Build(store, kind="model", name=name, parents=parents, config={}, version=1) as build:
             save_model(model, build.path)
             words.save(build.path)
     return folder

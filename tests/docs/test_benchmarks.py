@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from bench import _guard, _run, report, run_all
 
-from whorl.store import Store
+from whorl.store import Build, Store
 
 RATES = {"float32": 1e11, "bfloat16": 4e11, "copy": 1e10}
 
@@ -176,8 +176,8 @@ def test_quick_run_makes_a_model_where_none_is(
         made = os.environ[_run.STORE]
     assert ran[0][-1] == made and not Path(made).exists()
     assert os.environ.get(_run.STORE) == ("store" if variable == _run.STORE else None)
-    with Store(tmp_path / "store").build(
-        kind="model", name=_run.PRETRAINED, parents={}, config={}, version=1
+    with Build(
+        Store(tmp_path / "store"), kind="model", name=_run.PRETRAINED, parents={}, config={}, version=1
     ) as build:
         (build.path / "model").touch()
     with run_all.quickstart(30):

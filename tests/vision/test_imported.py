@@ -18,7 +18,7 @@ from tests.support.vision_tasks import contrastive_task
 from whorl.errors import ConfigError
 from whorl.models.exchange import export_vision
 from whorl.models.vision.vit import ViT
-from whorl.store import Store
+from whorl.store import Build, Store
 from whorl.vision.load import load_vision
 
 PROCESSOR = {
@@ -95,7 +95,7 @@ def test_unusable_preprocessing_is_refused(processor: Any, message: str, tmp_pat
 def test_model_of_four_channels_is_refused_by_name(tmp_path: Path) -> None:
     store = Store(tmp_path / ".whorl")
     store.make_folders()
-    with store.build(kind="vision", name="imported/sat", parents={}, config={}, version=1) as build:
+    with Build(store, kind="vision", name="imported/sat", parents={}, config={}, version=1) as build:
         write_vit(build.path, channels=4, processor={})
     (tmp_path / "top.png").write_bytes(encoded(IMAGES[0]))
     error = refuse(tmp_path, "classify", "sat", "top.png")

@@ -43,6 +43,7 @@ from whorl.models.transformer_block import YARN_FACTOR, TransformerBlock, make_n
 from whorl.models.transformer_config import TransformerConfig
 from whorl.nn.attention.paged import PagedState
 from whorl.nn.attention.state import KeyValues
+from whorl.nn.experts import MixtureOfExperts
 from whorl.nn.mixer import MixerState, check_state
 from whorl.nn.ngram import NGramEmbedding
 from whorl.nn.rotary import Positions, Rotary
@@ -268,17 +269,27 @@ class Transformer(LanguageModel):
         rows = 0 if self.config.ngram is None else len(self.config.ngram.orders)
         return {
             "total": total,
-            "active": total
-            - transformer_cost.inactive_expert_params(self)
-            - ngram
-            + rows * self.config.d_model,
+            "active": total - self._inactive_expert_params() - ngram + rows * self.config.d_model,
             "embedding": sum(t.numel() for t in tables if t is not None),
             "ngram": ngram,
         }
 
+    def matrix_params(self) -> int:
+        """Count the weights that a token is multiplied with: head included, unused experts and look-ups excluded."""
+        # A [n, 1] parameter (a temperature, a share) is a vector.
+        matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() > 1 and p.shape[-1] > 1)
+        return matrices - self._inactive_expert_params() + self.head_weight.numel()
+
+    def _inactive_expert_params(self) -> int:
+        """Count the expert parameters that a token does not use."""
+        e = self.config.experts
+        mixtures = [block.mlp for block in self.blocks if isinstance(block.mlp, MixtureOfExperts)]
+        params = sum(p.numel() for mlp in mixtures for p in mlp.experts.parameters())
+        return 0 if e is None else params * (e.n_experts - e.top_k) // e.n_experts
+
     def flops_per_token(self, length: int) -> float:
         """Return the FLOPs of one training token's matrix products, forward + backward, in rows of `length`."""
-        return transformer_cost.flops_per_token(self, length)
+        return transformer_cost.flops_per_token(self.config, self.blocks, self.matrix_params(), length)
 
     def kv_bytes_per_token(self) -> int:
         """Return the bytes that a row's state grows by per token of capacity; fixed-size states add nothing.
@@ -293,4 +304,7 @@ class Transformer(LanguageModel):
 
         device: of the run, by default the model's own; the bytes of attention depend on it.
         """
-        return transformer_cost.activation_bytes(self, batch, length, device)
+        on_cpu = (device or self.embedding.device.type).startswith("cpu")
+        return transformer_cost.activation_bytes(
+            self.config, self.blocks, self.dtype, batch, length, on_cpu=on_cpu
+        )

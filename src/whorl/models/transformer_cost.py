@@ -14,7 +14,7 @@ FLOPs of a training token, forward + backward, are a sum (Kaplan et al. 2020, ar
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,36 +25,17 @@ from whorl.models.transformer_config import AttentionConfig, MLAConfig, Transfor
 from whorl.nn.attention.backends import MAX_BLOCKED_LENGTH
 from whorl.nn.attention.causal import QUERY_BLOCK
 from whorl.nn.attention.mask import Mask
-from whorl.nn.experts import Experts, MixtureOfExperts
+from whorl.nn.experts import Experts
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import GATED
 
-if TYPE_CHECKING:
-    from whorl.models.transformer import Transformer
 
-
-def inactive_expert_params(model: Transformer) -> int:
-    """Count the expert parameters that a token does not use."""
-    e = model.config.experts
-    params = [
-        sum(p.numel() for p in block.mlp.experts.parameters())
-        for block in model.blocks
-        if isinstance(block.mlp, MixtureOfExperts)
-    ]
-    return 0 if e is None else sum(params) * (e.n_experts - e.top_k) // e.n_experts
-
-
-def matrix_params(model: Transformer) -> int:
-    """Count the weights that a token is multiplied with: head included, unused experts and look-ups excluded."""
-    # A [n, 1] parameter (a temperature, a share) is a vector.
-    matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1 and p.shape[-1] > 1)
-    return matrices - inactive_expert_params(model) + model.head_weight.numel()
-
-
-def flops_per_token(model: Transformer, length: int) -> float:
+def flops_per_token(
+    config: TransformerConfig, blocks: nn.ModuleList, matrix_params: int, length: int
+) -> float:
     """Return the FLOPs of one training token in rows of `length` (see the top of this file)."""
-    flops = 6.0 * matrix_params(model)
-    for block, mixer in zip(model.blocks, model.config.layer_mixers(), strict=True):
+    flops = 6.0 * matrix_params
+    for block, mixer in zip(blocks, config.layer_mixers(), strict=True):
         if isinstance(mixer, AttentionConfig):
             flops += 6.0 * mixer.n_heads * 2 * mixer.head_dim * mean_keys(mixer, length)
         elif isinstance(mixer, MLAConfig):
@@ -63,7 +44,7 @@ def flops_per_token(model: Transformer, length: int) -> float:
         elif length:
             module: Any = block.mixer
             weights = 2.0 * sum(p.numel() for p in module.parameters() if p.dim() > 1)
-            flops += 3.0 * (count_flops(module, model.config.d_model, length, weights) - weights)
+            flops += 3.0 * (count_flops(module, config.d_model, length, weights) - weights)
     return flops
 
 
@@ -113,11 +94,13 @@ def blocked_keys(length: int) -> float:
     return float(sum((stop - start) * stop for start, stop in zip(starts, ends, strict=True)) / length)
 
 
-def activation_bytes(model: Transformer, batch: int, length: int, device: str | None) -> int:
+def activation_bytes(
+    config: TransformerConfig, blocks: nn.ModuleList, dtype: torch.dtype, batch: int, length: int, *, on_cpu: bool
+) -> int:  # fmt: skip
     """Return the bytes that the forward keeps for the backward, without logits, loss and rotary tables.
 
-    device: of the run, by default the model's own; the bytes of attention depend on it. With e bytes per activation,
-    d = d_model and T = length, the bytes for each of the batch x length positions are:
+    on_cpu: whether the run is on a CPU; the bytes of attention depend on it. With e bytes per activation, d = d_model and
+    T = length, the bytes for each of the batch x length positions are:
 
         norm       8 d (x and x / rms in fp32), and e d for the input of the next layer.
         attention  e (2 H + 2 KV) d_h (queries, keys, values, output) + 4 H.
@@ -132,32 +115,30 @@ def activation_bytes(model: Transformer, batch: int, length: int, device: str | 
     In bf16 a copy of every matrix is added. Custom mixers are measured. On a CPU the result is within 15 % of what autograd
     keeps (tested); a GPU's fused kernels keep the same or less.
     """
-    e, d, config = model.dtype.itemsize, model.config.d_model, model.config
-    on_cpu = (device or model.embedding.device.type).startswith("cpu")
+    e, d = dtype.itemsize, config.d_model
     total, per_position = 0, 8 + 8 * d  # ids, final norm
     if config.embedding_norm:
         per_position += 4 * d + 4
     for layer, mixer in enumerate(config.layer_mixers()):
-        block: Any = model.blocks[layer]
+        block: Any = blocks[layer]
         norms, inputs = (
             (4 if config.pre_norm else 2, 2) if config.sandwich else (1, 1) if config.parallel else (2, 2)
         )
-        per_position += norms * (8 * d + 4) + inputs * e * d + _mlp_bytes(model, layer)
+        per_position += norms * (8 * d + 4) + inputs * e * d + _mlp_bytes(config, e, layer)
         if isinstance(mixer, AttentionConfig):
             layer_total, layer_per_position = attention_bytes(mixer, length, e, on_cpu)
             total, per_position = total + layer_total, per_position + layer_per_position
         elif isinstance(mixer, MLAConfig):
             per_position += mla_bytes(mixer, length, e, on_cpu)
         else:
-            total += batch * measured_bytes(block.mixer, d, length, model.dtype)
-    if model.dtype != torch.float32:
-        matrices = [m for m in model.blocks.modules() if isinstance(m, Linear | Experts)]
+            total += batch * measured_bytes(block.mixer, d, length, dtype)
+    if dtype != torch.float32:
+        matrices = [m for m in blocks.modules() if isinstance(m, Linear | Experts)]
         total += e * sum(p.numel() for m in matrices for p in m.parameters() if p.dim() > 1)
     return batch * length * per_position + total
 
 
-def _mlp_bytes(model: Transformer, layer: int) -> int:
-    c, e = model.config, model.dtype.itemsize
+def _mlp_bytes(c: TransformerConfig, e: int, layer: int) -> int:
     factor = 4 if c.mlp in GATED else 2
     if c.experts is None or not c.has_experts(layer):
         return factor * e * c.mlp_hidden

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from whorl.models import Transformer, TransformerConfig, make_model, whorl_decoder
-from whorl.models.transformer_cost import matrix_params
 from whorl.nn.compiler import meta_device
 
 PROCESS_OVERHEAD_BYTES = 800e6  # measured: a training process with compiled graphs, allocator and loader
@@ -63,7 +62,7 @@ def training_cost(c: TransformerConfig, *, batch_size: int, seq_len: int, replic
     kept = model.activation_bytes(batch_size, seq_len, device="cpu")
     weights = 4.0 * ((sizes["total"] - sizes["ngram"]) * (3 + replicas) + sizes["ngram"])
     return TrainingCost(
-        block_params=matrix_params(model) - head,
+        block_params=model.matrix_params() - head,
         head_params=head,
         lookup_params=sizes["embedding"] - head + sizes["ngram"],
         total_params=sizes["total"],

@@ -30,7 +30,7 @@ from whorl.plan.forecast import RunInputs, forecast
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext, StepKind, is_deterministic, start_native_builds
 from whorl.recipes.step_records import FAILED, LEFT_OUT, MADE, StepRecords
-from whorl.store import Artifact, Store
+from whorl.store import Artifact, Build, Store
 from whorl.store.address import canonical_json
 from whorl.tracking.progress import Progress, format_duration
 from whorl.tracking.run import Run
@@ -228,7 +228,8 @@ def _run_step(
     try:
         with (
             force_choices(recipe.kernels),
-            store.build(
+            Build(
+                store,
                 kind=kind.output_kind,
                 name=f"{recipe.name}/{step.name}",
                 parents=parents,

@@ -9,28 +9,29 @@ it.
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from whorl.errors import CorruptArtifactError, DiskFullError, StoreError, WhorlError
+from whorl.errors import CorruptArtifactError, StoreError
 from whorl.files import fsync_path
 from whorl.store.address import address_of, file_sha256, validate_name
 from whorl.store.artifact import Artifact, relative_files
 from whorl.store.lock import FileLock, HeartbeatLock
 from whorl.store.manifest import FILE_NAME, Manifest
-
-if TYPE_CHECKING:
-    from whorl.store.store import Store
+from whorl.store.store import Store
 
 
 class Build:
-    """Context manager that builds one artifact or finds it. Created by `Store.build`.
+    """Context manager that builds one artifact or finds it.
+
+    Entering waits while another live process builds the same artifact, and reports this through `on_message`.
+
+    Raises (on entering or leaving):
+        DiskFullError, StoreError: the store's disk is full or not writable.
 
     Attributes:
         existing: the artifact if it already exists; then the body has no work.
@@ -48,8 +49,8 @@ class Build:
         parents: Mapping[str, Artifact],
         config: Mapping[str, Any],
         version: int,
-        step: str,
-        on_message: Callable[[str], None] | None,
+        step: str = "",
+        on_message: Callable[[str], None] | None = None,
     ) -> None:
         self.store, self.kind, self.name = store, kind, validate_name(name)
         self.parents = {role: parent.address for role, parent in parents.items()}
@@ -196,37 +197,3 @@ class Build:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-def wrap_os_error(error: BaseException, root: Path) -> BaseException:
-    """Return a DiskFullError or StoreError for a full or read-only disk; return any other error unchanged.
-
-    Libraries wrap "disk full" in their own errors, so the message is checked as well as the error number.
-    """
-    number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, WhorlError) or not isinstance(error, Exception):
-        return error
-    if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
-        free = shutil.disk_usage(next(place for place in (root, *root.parents) if place.exists())).free
-        return DiskFullError(
-            f"the disk of the store {root} is full ({free / 1e6:,.0f} MB left): {error}",
-            do="free some space (`whorl gc` lists what can be removed) and run the same command again; "
-            "finished work is kept",
-        )
-    if number in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR) and _names_path_in_store(
-        error, root
-    ):
-        return StoreError(
-            f"the store {root} cannot be written: {error}",
-            do="use a writable folder: --store FOLDER, or WHORL_HOME=FOLDER",
-        )
-    return error
-
-
-def _names_path_in_store(error: BaseException, root: Path) -> bool:
-    """Return whether an OSError names a file in the store, the store's folder, or a folder above it."""
-    name = getattr(error, "filename", None)
-    if name is None:
-        return False
-    path = Path(os.fsdecode(name)).absolute()
-    return path.is_relative_to(root) or root.is_relative_to(path)

@@ -25,7 +25,7 @@ from whorl.errors import CorruptArtifactError, StoreError, one_of
 from whorl.files import write_atomic
 from whorl.store.address import ADDRESS_DIGITS, address_of, read_address, user_path, validate_name
 from whorl.store.artifact import Artifact
-from whorl.store.build import Build, wrap_os_error
+from whorl.store.files import wrap_os_error
 from whorl.store.lock import FileLock
 from whorl.store.manifest import FILE_NAME, Manifest
 from whorl.store.remote import Remote
@@ -77,35 +77,6 @@ class Store:
     ) -> str:
         """Return the address of an artifact with these inputs (parents: role -> address)."""
         return address_of(kind, parents, config, version, step)
-
-    def build(
-        self,
-        *,
-        kind: str,
-        name: str,
-        parents: Mapping[str, Artifact],
-        config: Mapping[str, Any],
-        version: int,
-        step: str = "",
-        on_message: Callable[[str], None] | None = None,
-    ) -> Build:
-        """Return a context manager that builds one artifact or finds it; see `Build`.
-
-        Entering waits while another live process builds the same artifact, and reports this through `on_message`.
-
-        Raises (on entering or leaving):
-            DiskFullError, StoreError: the store's disk is full or not writable.
-        """
-        return Build(
-            self,
-            kind=kind,
-            name=name,
-            parents=parents,
-            config=config,
-            version=version,
-            step=step,
-            on_message=on_message,
-        )
 
     def set_name(self, name: str, artifact: Artifact) -> None:
         """Point `name` to `artifact`."""

@@ -195,14 +195,8 @@ class Run:
 
 def environment() -> dict[str, Any]:
     """Return interpreter, libraries, CPU and code version: everything a result depends on except its inputs."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "absent"
     return {
-        "whorl": metadata.version("whorl"),
+        "whorl": _version("whorl"),
         "commit": _commit(),
         "python": platform.python_version(),
         "implementation": sys.implementation.name,
@@ -210,9 +204,17 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "ram_bytes": ram_bytes(),
-        "versions": versions,
+        "versions": {package: _version(package) for package in PACKAGES},
         "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
     }
+
+
+def _version(package: str) -> str:
+    """Return the version of an installed package, or "absent"."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
 
 
 def _commit() -> str:

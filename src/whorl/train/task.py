@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ from whorl.train.learner.update import MicroBatch
 from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.resilience.oom_advice import OutOfMemoryError, describe, is_out_of_memory
 from whorl.train.resilience.preemption import INTERRUPTIBLE
-
-if TYPE_CHECKING:
-    from whorl.train.trainer import Trainer
 
 R = TypeVar("R")
 
@@ -180,8 +177,11 @@ class Task(ABC, Generic[R]):
     # Every rank.
 
     @abstractmethod
-    def make_learner(self, trainer: Trainer[R]) -> Learner:
-        """Return the learner on `trainer.shared`, with `trainer.accept_step` and `trainer.loss_scaler` in each update."""
+    def make_learner(self, trainer: Any) -> Learner:
+        """Return the learner on `trainer.shared`; each update has `trainer.accept_step` and `trainer.loss_scaler`.
+
+        trainer: the `Trainer` of this rank.
+        """
 
     @abstractmethod
     def batches(self, first: int) -> AbstractContextManager[Iterator[R]]:

@@ -16,7 +16,7 @@ from whorl.errors import ConfigError, DataError
 from whorl.evals.grading import grade_tasks
 from whorl.evals.suites import gym_entries as gym
 from whorl.evals.suites.reasoning_gym import solved
-from whorl.recipes.steps.align.data import TasksConfig
+from whorl.recipes.steps.align.data_config import TasksConfig
 
 
 def test_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,9 @@ from whorl.align.rl.advantages import resolve_method
 from whorl.align.rl.config import AsyncRolloutConfig, RLConfig
 from whorl.align.rl.evaluation import filter_by_length
 from whorl.errors import ConfigError
+from whorl.evals.episodes.config import make_environment
 from whorl.evals.episodes.env_loop import make_env_loop
-from whorl.evals.episodes.environment import Reply, Turn, make_environment
+from whorl.evals.episodes.environment import Reply, Turn
 from whorl.evals.episodes.runner import EpisodeRunner
 from whorl.evals.episodes.samplers import EngineSampler
 from whorl.evals.grading import VerifiableTask

@@ -12,7 +12,7 @@ from tests.support.tiny import make_byte_tokenizer, make_decoder
 from whorl.align.config import RewardConfig
 from whorl.align.preference.reward_model import RewardModel, save_reward_model
 from whorl.models import save_model
-from whorl.store import Store
+from whorl.store import Build, Store
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +22,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, scorer = (make_decoder(seed, n_layers=1, n_heads=1, head_dim=32) for seed in (0, 2))
     store = Store(folder / ".whorl")
     store.make_folders()
-    with store.build(kind="reward_model", name="run/scorer", parents={}, config={}, version=1) as build:
+    with Build(store, kind="reward_model", name="run/scorer", parents={}, config={}, version=1) as build:
         save_reward_model(RewardModel(scorer), build.path, config=RewardConfig(), trained_on={})
         make_byte_tokenizer().save(build.path)
     for kind, name in (("model", "run/pretrain"), ("tokenizer", "run/tokenizer")):
-        with store.build(kind=kind, name=name, parents={}, config={}, version=1) as build:
+        with Build(store, kind=kind, name=name, parents={}, config={}, version=1) as build:
             if kind == "model":
                 save_model(model, build.path)
             make_byte_tokenizer().save(build.path)

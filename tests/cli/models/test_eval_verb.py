@@ -16,7 +16,7 @@ from tests.support.tiny import make_byte_tokenizer, make_decoder
 from whorl.corpus.documents import Document
 from whorl.evals.results_io import load_results
 from whorl.models import save_model
-from whorl.store import Store
+from whorl.store import Build, Store
 from whorl.tokens.shards import write_shards
 
 QUIZ = """
@@ -38,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store.make_folders()
     for seed, name in ((0, "run/first"), (1, "run/second")):
         model = make_decoder(seed, n_layers=1, n_heads=1, head_dim=32)
-        with store.build(kind="model", name=name, parents={}, config={"seed": seed}, version=1) as build:
+        with Build(store, kind="model", name=name, parents={}, config={"seed": seed}, version=1) as build:
             save_model(model, build.path)
             make_byte_tokenizer().save(build.path)
     records = [{"q": f"{k} + {k} =", "c": [str(2 * k), str(2 * k + 1)], "a": 0} for k in range(30)]
@@ -82,8 +82,8 @@ def test_eval_against_says_which_is_better(home: Path) -> None:
 
 def test_artifacts_of_evaluate_compare_without_a_model(home: Path) -> None:
     succeed(home, "eval", "run/first", "--task", "quiz.toml", "--out", "kept")
-    with Store(home / ".whorl").build(
-        kind="evaluation", name="run/evaluate", parents={}, config={}, version=1
+    with Build(
+        Store(home / ".whorl"), kind="evaluation", name="run/evaluate", parents={}, config={}, version=1
     ) as build:
         shutil.copytree(home / "kept", build.path / "suite")
     done = succeed(
@@ -123,8 +123,8 @@ def test_errors_come_before_the_work(home: Path) -> None:
     words = ("eval", "run/first", "--task", "quiz.toml", "--out", "early")
     assert "no artifact 'run/thrid'" in refuse(home, *words, "--against", "run/thrid", code=1)
     assert "--against-name" in refuse(home, *words, "--against", "http://127.0.0.1:1/v1")
-    with Store(home / ".whorl").build(
-        kind="selection", name="run/curate", parents={}, config={}, version=1
+    with Build(
+        Store(home / ".whorl"), kind="selection", name="run/curate", parents={}, config={}, version=1
     ) as build:
         (build.path / "empty").touch()
     assert "run/curate is of the kind selection" in refuse(home, *words, "--against", "run/curate")
@@ -176,15 +176,15 @@ def test_contamination_is_searched_in_the_tokens_of_the_lineage(home: Path) -> N
     records = [{"q": " ".join(f"{w}{k}" for w in "abcdefghij"), "c": ["yes", "no"], "a": 0} for k in range(9)]
     (home / "long.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     text = f"Before. {records[4]['q'].upper()}! {records[7]['q']} after."
-    with store.build(kind="tokenizer", name="run/tok", parents={}, config={}, version=1) as build:
+    with Build(store, kind="tokenizer", name="run/tok", parents={}, config={}, version=1) as build:
         tokenizer.save(build.path)
     parents = {"tokenizer": store.open("run/tok")}
-    with store.build(kind="tokens", name="run/tokens", parents=parents, config={}, version=1) as build:
+    with Build(store, kind="tokens", name="run/tokens", parents=parents, config={}, version=1) as build:
         write_shards(
             [Document("d", "s", "leak.txt", None, 0, text, len(text), None)], tokenizer, build.path, "train"
         )
     parents["tokens"] = store.open("run/tokens")
-    with store.build(kind="model", name="run/trained", parents=parents, config={}, version=1) as build:
+    with Build(store, kind="model", name="run/trained", parents=parents, config={}, version=1) as build:
         save_model(make_decoder(3, n_layers=1, n_heads=1, head_dim=32), build.path)
         tokenizer.save(build.path)
     words = ("--task", "quiz.toml", "--data", "long.jsonl", "--contamination", "--out", "lineage")

@@ -8,8 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from whorl.store import Artifact, Store
-from whorl.store.build import Build
+from whorl.store import Artifact, Build, Store
 
 
 def note(
@@ -17,7 +16,7 @@ def note(
 ) -> Build:
     """A build whose address depends on `text` and `parents`."""
     inputs = {"kind": "note", "parents": parents or {}, "config": {"text": text}, "version": 1}
-    return store.build(name=name, **inputs, **options)
+    return Build(store, name=name, **inputs, **options)
 
 
 def make(store: Store, name: str = "a/one", text: str = "hello", parents: Any = None) -> Artifact:

@@ -8,8 +8,9 @@ from contextlib import closing
 from whorl.align.environments import EnvironmentConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import ConfigError, DataError
+from whorl.evals.episodes.config import make_environment
 from whorl.evals.episodes.env_loop import StepError, make_env_loop
-from whorl.evals.episodes.environment import Prompt, TextEnv, make_environment
+from whorl.evals.episodes.environment import Prompt, TextEnv
 from whorl.evals.episodes.samplers import PolicyBackend
 from whorl.evals.grading import VerifiableTask
 from whorl.evals.kinds.episodes import episode_task

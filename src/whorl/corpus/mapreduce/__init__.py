@@ -7,9 +7,10 @@
 See `docs/corpus.md` for the model (Dean & Ghemawat 2004, MapReduce: Simplified Data Processing on Large Clusters).
 """
 
-from whorl.corpus.mapreduce.executors import Executor, LocalPool, RayTasks
+from whorl.corpus.mapreduce.executors import LocalPool, RayTasks
 from whorl.corpus.mapreduce.settings import ENGINE_FIELDS, ExecutorConfig
 from whorl.corpus.mapreduce.units import (
+    Executor,
     Input,
     Output,
     Stage,

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from whorl.corpus.mapreduce.units import Call
 from whorl.corpus.mapreduce.workers import CREW, new_worker
@@ -24,18 +24,6 @@ from whorl.slots.ray import init_ray
 ATTEMPTS = 3
 START_BYTES = 16_000_000  # of a stage's inputs, from which workers are started at once
 START_SECONDS = 0.5  # that the rest of a stage takes in this process, from which they are started later
-
-
-class Executor(Protocol):
-    """Where calls run."""
-
-    def execute(self, calls: Sequence[Call]) -> Iterator[int]:
-        """Run all calls, each once or more often, and yield their numbers as they finish, in any order.
-
-        Raises:
-            DataError: a call's process was killed `ATTEMPTS` times.
-            Exception: what a call raised.
-        """
 
 
 class LocalPool:

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from whorl.corpus.mapreduce.executors import Executor, LocalPool, RayTasks
+from whorl.corpus.mapreduce.executors import LocalPool, RayTasks
+from whorl.corpus.mapreduce.units import Executor
 from whorl.errors import ConfigError
 
 

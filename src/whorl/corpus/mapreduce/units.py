@@ -19,15 +19,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from whorl.registry import import_attribute
-
-if TYPE_CHECKING:
-    from whorl.corpus.mapreduce.executors import Executor
 
 MANIFEST = "manifest.json"
 
@@ -127,6 +124,18 @@ class Call:
                     raise
         finally:
             shutil.rmtree(work, ignore_errors=True)
+
+
+class Executor(Protocol):
+    """Where calls run."""
+
+    def execute(self, calls: Sequence[Call]) -> Iterator[int]:
+        """Run all calls, each once or more often, and yield their numbers as they finish, in any order.
+
+        Raises:
+            DataError: a call's process was killed, again and again.
+            Exception: what a call raised.
+        """
 
 
 class UnitStore:

@@ -37,3 +37,10 @@ class EpisodeConfig(BaseModel):
     def make(self, services: EnvServices) -> TextEnv:
         """Return the environment of a rollout. Raises ConfigError: it cannot be made."""
         raise NotImplementedError(f"{type(self).__name__} names no environment")
+
+
+def make_environment(config: EpisodeConfig | None, services: EnvServices) -> TextEnv:
+    """Return the environment of a rollout; None selects `VerifierEnv`. Raises ConfigError: it cannot be made."""
+    from whorl.evals.episodes.environment import VerifierEnv
+
+    return VerifierEnv(services) if config is None else config.make(services)

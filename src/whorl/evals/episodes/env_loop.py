@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from whorl.errors import ConfigError
-from whorl.evals.episodes.config import EpisodeConfig
+from whorl.evals.episodes.config import EpisodeConfig, make_environment
 from whorl.evals.episodes.environment import (
     Prompt,
     Reply,
@@ -36,7 +36,6 @@ from whorl.evals.episodes.environment import (
     Turn,
     check_prompt,
     check_turn,
-    make_environment,
 )
 from whorl.evals.grading import Grade, VerifiableTask, grade_tasks, needs_sandbox
 from whorl.evals.model.requests import Completion

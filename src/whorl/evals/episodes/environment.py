@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from whorl.errors import DataError
-from whorl.evals.episodes.config import EpisodeConfig
 from whorl.evals.grading import Grade, VerifiableTask
 from whorl.evals.model.requests import Completion
 from whorl.sandbox import Program, ProgramResult
@@ -118,11 +117,6 @@ class VerifierEnv(TextEnv):
 def grade_info(grade: Grade) -> dict[str, Any]:
     """Return the `info` of a turn that ends with a grade."""
     return {"passed": grade.passed, "failed": grade.failed, "reason": grade.reason}
-
-
-def make_environment(config: EpisodeConfig | None, services: EnvServices) -> TextEnv:
-    """Return the environment of a rollout; None selects `VerifierEnv`. Raises ConfigError: it cannot be made."""
-    return VerifierEnv(services) if config is None else config.make(services)
 
 
 def check_prompt(prompt: object) -> Prompt:

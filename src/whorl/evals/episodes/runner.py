@@ -29,9 +29,9 @@ from typing import Protocol
 
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError, DataError
-from whorl.evals.episodes.config import EpisodeConfig
+from whorl.evals.episodes.config import EpisodeConfig, make_environment
 from whorl.evals.episodes.env_loop import GRACE_SECONDS, POLL_SECONDS, EnvLoop, StepError
-from whorl.evals.episodes.environment import Prompt, Reply, TextEnv, Turn, make_environment
+from whorl.evals.episodes.environment import Prompt, Reply, TextEnv, Turn
 from whorl.evals.grading import Grade, VerifiableTask
 from whorl.tokens.token_encoder import Message
 from whorl.tracking.seeds import derive

@@ -188,8 +188,9 @@ class MultiHeadAttention(nn.Module):
         if bias is not None and self.slopes is not None:
             raise ConfigError("bias is given to a layer with alibi", expected="one bias")
         joined = None if self.qkv is None else self._joined_qkv(x)
-        plain = joined is not None and all(t is None for t in (state, shared_kv, key_allowed, bias))
-        if plain and (y := native.rotary_attention(self, joined, positions, segments)) is not None:
+        plain = all(t is None for t in (state, shared_kv, key_allowed, bias))
+        y = self._native_attention(joined, positions, segments) if plain and joined is not None else None
+        if y is not None:
             return self._project(y)
         fused = None if joined is None else self._split(joined)
         keys: KeyValues | PagedState
@@ -216,17 +217,27 @@ class MultiHeadAttention(nn.Module):
         q = self._queries(x, positions, keys.start + offset, fused)
         mask = mask_of_keys(self.mask, keys, segments, offset, length, cross=self.context_dim is not None)
         y = attend(
-            q.transpose(1, 2),
-            keys.k.to(q.dtype),
-            keys.v.to(q.dtype),
-            mask,
-            scale=self.scale,
-            bias=self.slopes if bias is None else bias,
-            softcap=self.softcap,
-            sink=self.sink,
+            q.transpose(1, 2), keys.k.to(q.dtype), keys.v.to(q.dtype), mask, scale=self.scale,
+            bias=self.slopes if bias is None else bias, softcap=self.softcap, sink=self.sink,
             backend="auto" if self.backend == "blocked" and state is not None else self.backend,
-        )
+        )  # fmt: skip
         return self._project(y)
+
+    def _native_attention(self, qkv: Tensor, positions: Positions, segments: Tensor | None) -> Tensor | None:
+        """Return the heads [B, H, T, head_dim] of a C++ kernel that also smears, norms and rotates; None where none fits."""
+        rotary, smear, temperature = self.rotary, self.smear, self.temperature
+        if temperature is None or smear is None or rotary is None or not isinstance(positions, tuple):
+            return None
+        if not self.mask.causal or not self.mask.is_causal_only or self.softcap is not None:
+            return None
+        if self.sink is not None or self.slopes is not None or self.n_heads != self.n_kv_heads:
+            return None
+        if self.backend not in ("auto", "blocked") or (rotary.layout, rotary.rotary_dim) != (
+            "half",
+            self.head_dim,
+        ):
+            return None
+        return native.rotary_attention(qkv, temperature, smear.share, positions, segments, self.eps)
 
     def _joined_qkv(self, x: Tensor) -> Tensor:
         """Return the heads of queries, keys and values, [B, T, heads, head_dim], from one product."""
@@ -335,13 +346,8 @@ class MultiHeadAttention(nn.Module):
         )
 
     def new_state(
-        self,
-        batch: int,
-        capacity: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> KeyValueState:
+        self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> KeyValueState:  # fmt: skip
         """Return an empty state for `batch` rows of up to `capacity` positions; with a window it keeps window - 1.
 
         Raises:
@@ -368,14 +374,9 @@ class MultiHeadAttention(nn.Module):
         return self.rotary.rotate(x, self.rotary.tables_of(positions, start, x)).to(x.dtype)
 
     def _context_kv(
-        self,
-        batch: int,
-        length: int,
-        state: KeyValueState | None,
-        context: Tensor | None,
-        allowed: Tensor | None,
-        segments: Tensor | None,
-    ) -> KeyValues:
+        self, batch: int, length: int, state: KeyValueState | None,
+        context: Tensor | None, allowed: Tensor | None, segments: Tensor | None,
+    ) -> KeyValues:  # fmt: skip
         """Return keys and values of the context, from the state if it has them."""
         assert self.k is not None and self.v is not None
         if state is not None:

@@ -15,16 +15,12 @@ never used.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from whorl.nn.cpu.library import choice_table, is_supported, product_library
-
-if TYPE_CHECKING:
-    from whorl.nn.attention.multi_head import MultiHeadAttention
-    from whorl.nn.rotary import Positions
 
 MAX_HEAD_DIM = 256
 
@@ -119,35 +115,25 @@ attention_forward.register_autograd(_backward, setup_context=_save)
 
 
 def rotary_attention(
-    layer: MultiHeadAttention, qkv: Tensor | None, tables: Positions, segments: Tensor | None
-) -> Tensor | None:
-    """Return the attention of a layer's projected queries, keys and values, [B, H, T, d]; None if it was not chosen.
+    qkv: Tensor, temperature: Tensor, share: Tensor, tables: tuple[Tensor, Tensor], segments: Tensor | None, eps: float
+) -> Tensor | None:  # fmt: skip
+    """Return causal attention of projected queries, keys and values, [B, H, T, d]; None if it was not chosen.
 
     Args:
-        layer: the kernel computes causal ones with a learned temperature, smeared keys and rotation in halves.
-        qkv: [B, T, heads, d]: the heads of queries, keys and values; None where they are not one matrix.
-        tables: rotary tables, [(B,) T, 1, d] each; other positions are not computed here.
-        segments: [B, T], as in `causal_attention`.
+        qkv: [B, T, 3 H, d]: the heads of queries, keys and values, not normed.
+        temperature: [H, 1], factor of normed queries. share: of the predecessor in a key, one logit per head.
+        tables: rotary tables of all features, in halves, [(B,) T, 1, d] each.
+        segments: [B, T], as in `causal_attention`. eps: of the norms.
 
     Raises:
         MemoryError: as `causal_attention`.
     """
-    if qkv is None or layer.temperature is None or layer.smear is None or not isinstance(tables, tuple):
-        return None
     batch, length, heads, d = qkv.shape
-    if not layer.mask.causal or not layer.mask.is_causal_only or layer.softcap is not None:
-        return None
-    if layer.sink is not None or layer.slopes is not None or layer.n_heads != layer.n_kv_heads:
-        return None
-    if layer.backend not in ("auto", "blocked"):
-        return None
-    if layer.rotary is None or layer.rotary.layout != "half" or layer.rotary.rotary_dim != d:
-        return None
     if tables[0].dtype != qkv.dtype or not _is_chosen(qkv, (batch, heads // 3, length, d)):
         return None
-    share = torch.sigmoid(layer.smear.share).flatten()
+    share = torch.sigmoid(share).flatten()
     starts = None if segments is None else document_starts(segments)
-    out: Tensor = rotary_forward(qkv, layer.temperature.flatten(), share, *tables, starts, layer.eps)[0]
+    out: Tensor = rotary_forward(qkv, temperature.flatten(), share, *tables, starts, eps)[0]
     return out.transpose(1, 2)
 
 

@@ -16,8 +16,9 @@ from tests.support.align.byte_model import decoder
 from whorl.align.environments import EnvironmentConfig
 from whorl.align.rl.evaluation import filter_by_length
 from whorl.errors import ConfigError
+from whorl.evals.episodes.config import make_environment
 from whorl.evals.episodes.env_loop import StepError, make_env_loop
-from whorl.evals.episodes.environment import Reply, make_environment
+from whorl.evals.episodes.environment import Reply
 from whorl.evals.episodes.runner import EpisodeRunner
 from whorl.evals.episodes.samplers import EngineSampler
 from whorl.evals.grading.task import VerifiableTask

@@ -8,8 +8,9 @@ import pytest
 
 from whorl.align.environments import EnvironmentConfig
 from whorl.errors import ConfigError
+from whorl.evals.episodes.config import make_environment
 from whorl.evals.episodes.env_loop import EnvLoop, StepError, make_env_loop
-from whorl.evals.episodes.environment import Reply, Turn, make_environment
+from whorl.evals.episodes.environment import Reply, Turn
 from whorl.evals.grading.task import VerifiableTask
 
 TASK = VerifiableTask(

@@ -17,8 +17,8 @@ from whorl.align.environments import EnvironmentConfig
 from whorl.align.rl.environments import verifiers as adapter
 from whorl.align.rl.environments.verifiers import verifiers_tasks
 from whorl.errors import ConfigError, DataError
+from whorl.evals.episodes.config import make_environment
 from whorl.evals.episodes.env_loop import make_env_loop
-from whorl.evals.episodes.environment import make_environment
 from whorl.evals.episodes.runner import Episode, EpisodeRunner
 from whorl.evals.episodes.samplers import EngineSampler
 from whorl.evals.model.sampling import open_engine, policy_sampling

@@ -5,19 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from whorl.recipes.registry import StepContext
-from whorl.registry import require_extra
 
 if TYPE_CHECKING:
     from whorl.evals.grading.task import VerifiableTask
-    from whorl.recipes.steps.align.data import TasksConfig
+    from whorl.recipes.steps.align.data_config import TasksConfig
 
 Splits = dict[str, tuple[list["VerifiableTask"], list[Any]]]
-
-
-def check_source_installed(step: str, source: str) -> None:
-    """Check the package of a source of tasks. Raises ConfigError: it is not installed."""
-    if source in ("reasoning_gym", "verifiers"):
-        require_extra(f"{step}.source = {source}", source, source.replace("_", "-"))
 
 
 def generated_tasks(ctx: StepContext, config: TasksConfig) -> Splits:
