@@ -1,4 +1,4 @@
-"""Files that survive a crash: written beside their place, flushed to disk, then renamed.
+"""Files that survive a crash: written under another name, flushed to disk, then renamed.
 
     a reader, or a kill at any moment      meets the old content or the new one, never a part
     a power cut                            the same, because the bytes are on disk before the rename
@@ -16,18 +16,18 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 
-def write_atomic(path: Path, content: str | bytes, *, aside: Path | None = None, mode: int = 0o666) -> None:
+def write_atomic(path: Path, content: str | bytes, *, staging: Path | None = None, mode: int = 0o666) -> None:
     """Replace a file's content (text as UTF-8) in one step.
 
     Args:
-        aside: folder of the unfinished file, on the same file system; default: that of `path`.
+        staging: folder of the unfinished file, on the same file system; default: that of `path`.
         mode: permissions of the file, less those of the process's umask.
 
     Raises:
         OSError: the folder does not exist, cannot be written, or is full.
     """
     writer = f"{os.getpid()}-{threading.get_native_id()}"
-    unfinished = (aside or path.parent) / f".{path.name}.{writer}"
+    unfinished = (staging or path.parent) / f".{path.name}.{writer}"
     try:
         with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as out:
             out.write(content.encode() if isinstance(content, str) else content)

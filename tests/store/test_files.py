@@ -12,14 +12,14 @@ from whorl.files import write_atomic
 
 
 def test_write_atomic_replaces_content_and_sets_mode(tmp_path: Path) -> None:
-    path, aside = tmp_path / "a.json", tmp_path / "aside"
-    aside.mkdir()
+    path, staging = tmp_path / "a.json", tmp_path / "staging"
+    staging.mkdir()
     write_atomic(path, "é\n")
     assert path.read_bytes() == "é\n".encode()
     path.unlink()
-    write_atomic(path, b"\xff", aside=aside, mode=0o600)
+    write_atomic(path, b"\xff", staging=staging, mode=0o600)
     assert path.read_bytes() == b"\xff" and stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert sorted(each.name for each in tmp_path.rglob("*")) == ["a.json", "aside"]
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["a.json", "staging"]
 
 
 @pytest.mark.parametrize("call", ["fsync", "fdopen"])

@@ -88,7 +88,7 @@ class Store:
         path = self.root / "names" / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, artifact.address, aside=self.root / "staging")
+            write_atomic(path, artifact.address, staging=self.root / "staging")
         except OSError as error:
             raise self.wrap_os_error(error) from error
 

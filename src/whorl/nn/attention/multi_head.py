@@ -188,9 +188,8 @@ class MultiHeadAttention(nn.Module):
         if bias is not None and self.slopes is not None:
             raise ConfigError("bias is given to a layer with alibi", expected="one bias")
         joined = None if self.qkv is None else self._joined_qkv(x)
-        plain = all(t is None for t in (state, shared_kv, key_allowed, bias))
-        y = self._native_attention(joined, positions, segments) if plain and joined is not None else None
-        if y is not None:
+        plain = joined is not None and all(t is None for t in (state, shared_kv, key_allowed, bias))
+        if plain and (y := self._native_attention(joined, positions, segments)) is not None:
             return self._project(y)
         fused = None if joined is None else self._split(joined)
         keys: KeyValues | PagedState
@@ -223,19 +222,19 @@ class MultiHeadAttention(nn.Module):
         )  # fmt: skip
         return self._project(y)
 
-    def _native_attention(self, qkv: Tensor, positions: Positions, segments: Tensor | None) -> Tensor | None:
+    def _native_attention(
+        self, qkv: Tensor | None, positions: Positions, segments: Tensor | None
+    ) -> Tensor | None:
         """Return the heads [B, H, T, head_dim] of a C++ kernel that also smears, norms and rotates; None where none fits."""
         rotary, smear, temperature = self.rotary, self.smear, self.temperature
-        if temperature is None or smear is None or rotary is None or not isinstance(positions, tuple):
+        if qkv is None or temperature is None or smear is None or rotary is None:
             return None
         if not self.mask.causal or not self.mask.is_causal_only or self.softcap is not None:
             return None
         if self.sink is not None or self.slopes is not None or self.n_heads != self.n_kv_heads:
             return None
-        if self.backend not in ("auto", "blocked") or (rotary.layout, rotary.rotary_dim) != (
-            "half",
-            self.head_dim,
-        ):
+        halves = (rotary.layout, rotary.rotary_dim) == ("half", self.head_dim)
+        if not halves or not isinstance(positions, tuple) or self.backend not in ("auto", "blocked"):
             return None
         return native.rotary_attention(qkv, temperature, smear.share, positions, segments, self.eps)
 

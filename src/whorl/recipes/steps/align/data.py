@@ -27,7 +27,6 @@ from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.align.data_config import PreferencesConfig, SetConfig, TasksConfig
 
 if TYPE_CHECKING:
-    from whorl.corpus import Corpus
     from whorl.evals.suites.python_functions import PythonFunction
 
 OPTIONAL_CORPUS_PARENTS = {"documents?": "documents", "selection?": "selection"}
@@ -167,9 +166,16 @@ def _python_functions(
 ) -> tuple[list[Any], list[PythonFunction]]:
     """Return (Python files of a split, functions in some of them)."""
     from whorl.evals.suites.python_functions import extract_functions, parse_or_none
+    from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
     from whorl.tracking.seeds import derive
 
-    corpus = _open_parent_corpus(ctx)
+    missing = [role for role in CORPUS_PARENTS if role not in ctx.parents]
+    if missing:
+        raise ConfigError(
+            f"{ctx.name} with the source python needs the corpus, but has no parent {missing[0]!r}",
+            expected='parents = ["ingest", "curate"]',
+        )
+    corpus = open_corpus(ctx)
     sources = [(d.path, d.text) for d in corpus.documents(split) if d.path.endswith(".py")]
     if not sources:  # records of JSONL and Parquet have no suffix that gives their language
         records = (d for d in corpus.documents(split) if d.language is None and "def " in d.text)
@@ -234,15 +240,3 @@ def _python_preferences(ctx: StepContext, config: PreferencesConfig) -> dict[str
             raise _empty_split_error(ctx, config, f"{split} pair")
     ctx.summary["bug_kinds"] = bug_kinds
     return made
-
-
-def _open_parent_corpus(ctx: StepContext) -> Corpus:
-    from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
-
-    missing = [role for role in CORPUS_PARENTS if role not in ctx.parents]
-    if missing:
-        raise ConfigError(
-            f"{ctx.name} with the source python needs the corpus, but has no parent {missing[0]!r}",
-            expected='parents = ["ingest", "curate"]',
-        )
-    return open_corpus(ctx)
