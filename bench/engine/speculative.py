@@ -23,7 +23,7 @@ from whorl.engine import SamplingParams, load_for_sampling
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
-from whorl.engine.speculation.proposers import PromptLookup
+from whorl.engine.speculation.prompt_lookup import PromptLookup
 from whorl.machine.device_probe import probe
 from whorl.models import LanguageModel
 from whorl.tokens.shards import TokenSet

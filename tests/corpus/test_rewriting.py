@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.support.corpus.repeats import deduplicate_lines, deduplicate_substrings
 
-from whorl.cli.curation.corpus_store import latest, run_step
+from whorl.cli.jobs.corpus_store import latest, run_step
 from whorl.corpus import IngestConfig, document_files, ingest
 from whorl.corpus.deduplication.lines import LineConfig
 from whorl.corpus.mapreduce import LocalPool

@@ -12,7 +12,7 @@ from tests.support.models.transformer_shapes import made
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
-from whorl.engine.speculation.proposers import PromptLookup
+from whorl.engine.speculation.prompt_lookup import PromptLookup
 from whorl.errors import ConfigError
 
 CONFIG = config(max_num_seqs=6, max_num_batched_tokens=24, batch_invariant=True)

@@ -14,7 +14,8 @@ from tests.support.engine.parity import config, decoder
 from whorl.engine.engine import Engine
 from whorl.engine.speculation.load import Speculation, make_proposer
 from whorl.engine.speculation.measure import measure_folder, measure_speculation
-from whorl.engine.speculation.proposers import DraftModel, MultiTokenDraft, PromptLookup
+from whorl.engine.speculation.prompt_lookup import PromptLookup
+from whorl.engine.speculation.proposers import DraftModel, MultiTokenDraft
 from whorl.errors import CheckpointError, ConfigError
 from whorl.machine.device_probe import probe
 from whorl.models import save_model

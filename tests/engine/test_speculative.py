@@ -10,7 +10,8 @@ from tests.support.engine.parity import check, config, decoder, ids_of, prompt_r
 from tests.support.models.transformer_shapes import HEADS, made
 
 from whorl.engine.engine import Engine
-from whorl.engine.speculation.proposers import AdaptiveDraftLength, DraftModel, MultiTokenDraft, PromptLookup
+from whorl.engine.speculation.prompt_lookup import AdaptiveDraftLength, PromptLookup
+from whorl.engine.speculation.proposers import DraftModel, MultiTokenDraft
 from whorl.errors import ConfigError
 from whorl.models.multi_token import MultiTokenPrediction
 

@@ -22,7 +22,7 @@ from whorl.engine.engine import Engine
 from whorl.engine.request import Grammar, Request
 from whorl.engine.sampling.grammar import GrammarCompiler
 from whorl.engine.sampling_params import SamplingParams
-from whorl.engine.speculation.proposers import PromptLookup
+from whorl.engine.speculation.prompt_lookup import PromptLookup
 from whorl.models import LanguageModel, Transformer, TransformerConfig, whorl_decoder
 
 N = 25  # requests of each kind

@@ -13,7 +13,7 @@ from tests.support.report.report_example import example, points, rl_report, sft_
 
 from whorl.errors import CorruptArtifactError
 from whorl.objectives.catalog import CATALOG
-from whorl.recipes.steps.report import _environment as step_environment
+from whorl.recipes.steps.evaluation.report import _environment as step_environment
 from whorl.report import ReportData, render
 from whorl.report import blocks as records
 from whorl.report.charts import Series, line_chart, ticks

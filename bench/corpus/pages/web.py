@@ -39,7 +39,7 @@ from bench.corpus.support.debian import (
     write_warc,
 )
 
-from whorl.cli.curation.corpus_store import selection_query
+from whorl.cli.jobs.corpus_store import selection_query
 from whorl.corpus import document_files
 from whorl.corpus.measures import Texts
 from whorl.corpus.measures.language import measure_language

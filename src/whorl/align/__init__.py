@@ -17,7 +17,8 @@ if TYPE_CHECKING:
         RewardConfig,
         SFTConfig,
     )
-    from whorl.align.distillation.teacher import CachedTeacher, LiveTeacher
+    from whorl.align.distillation.cached_teacher import CachedTeacher
+    from whorl.align.distillation.teacher import LiveTeacher
     from whorl.align.distillation.train import train_student
     from whorl.align.model.policy_model import PolicyModel, frozen_reference
     from whorl.align.preference.dpo import train_preferences
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "config": ("DistilConfig", "LoRAConfig", "PreferenceConfig", "RewardConfig", "SFTConfig"),
-    "distillation.teacher": ("CachedTeacher", "LiveTeacher"),
+    "distillation.cached_teacher": ("CachedTeacher",),
+    "distillation.teacher": ("LiveTeacher",),
     "distillation.train": ("train_student",),
     "model.policy_model": ("PolicyModel", "frozen_reference"),
     "preference.dpo": ("train_preferences",),

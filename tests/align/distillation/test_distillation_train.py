@@ -1,4 +1,4 @@
-"""Distillation: what the student learns, on-policy and off-policy, bitwise resume, and cached teachers."""
+"""Distillation: what the student learns, on-policy and off-policy, bitwise resume, and cached cached_teacher."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from tests.support.align.distillation import SCRIBE, learn, mean_divergence, mod
 from tests.support.align.kill_at_step import check_resume
 from tests.support.align.stage_inputs import PAD
 
-from whorl.align.distillation import teacher as teachers
+from whorl.align.distillation import cached_teacher
+from whorl.align.distillation.cached_teacher import CachedTeacher, cache_teacher_logits
 from whorl.align.distillation.teacher import (
-    CachedTeacher,
     LiveTeacher,
-    cache_teacher_logits,
+    check_same_vocabulary,
+    sample_teacher_completions,
     tokenizer_fingerprint,
 )
 from whorl.align.model.batch import pack, pad
@@ -128,7 +129,7 @@ def test_other_vocabulary_is_rejected() -> None:
 
 def test_check_same_vocabulary_compares_tokens() -> None:
     a, b = (Tokenizer([*TOKENIZER.token_bytes[:256], pair]) for pair in (b"ab", b"ba"))
-    check = teachers.check_same_vocabulary
+    check = check_same_vocabulary
     assert check(a, Tokenizer(a.token_bytes[:257])) == tokenizer_fingerprint(a)
     with pytest.raises(ConfigError, match=r"Ann.*260 ids.*Ben.*260 ids: id 256 is b'ab' .* b'ba'"):
         check(a, b, names=("Ann", "Ben"))
@@ -151,9 +152,7 @@ def test_on_policy_needs_prompts_only() -> None:
 
 def test_teacher_completions_end_with_stop_id() -> None:
     prompts = [SCRIBE.prompt(word) for word in ("ab", "cd", "ef") for _ in range(40)]
-    texts, cut_off = teachers.sample_teacher_completions(
-        model_of(0), SCRIBE, prompts, length=24, max_tokens=16
-    )
+    texts, cut_off = sample_teacher_completions(model_of(0), SCRIBE, prompts, length=24, max_tokens=16)
     assert len(texts) + cut_off == 120
     assert all(int(t.ids[-1]) in SCRIBE.stop_ids and t.loss_mask[-1] for t in texts)
 
@@ -194,7 +193,7 @@ def test_cached_teacher_roundtrip(tmp_path: Path) -> None:
     assert found.identity() == cache.identity()
     for name in ("vocab_size", "vocab_fingerprint", "temperature", "teacher_name"):
         assert getattr(found, name) == getattr(cache, name)
-    manifest = json.loads((tmp_path / "a" / teachers.MANIFEST).read_text())
+    manifest = json.loads((tmp_path / "a" / cached_teacher.MANIFEST).read_text())
     assert manifest["top"] == 6 and manifest["texts"] == 8 and manifest["vocab_size"] == VOCAB
 
 
@@ -223,13 +222,15 @@ def rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], obj
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "cut": rewrite(teachers.TENSORS, lambda data: data[:-7]),
-    "bit": rewrite(teachers.TENSORS, lambda data: data[:-1] + bytes([data[-1] ^ 1])),
-    "gone": lambda folder: (folder / teachers.TENSORS).unlink(),
-    "manifest": lambda folder: (folder / teachers.MANIFEST).unlink(),
-    "field": rewrite(teachers.MANIFEST, lambda data: data.replace(b'"vocab_fingerprint"', b'"other"')),
-    "format": rewrite(teachers.MANIFEST, lambda data: json.dumps({**json.loads(data), "format": 9}).encode()),
-    "not json": rewrite(teachers.MANIFEST, lambda data: b"{"),
+    "cut": rewrite(cached_teacher.TENSORS, lambda data: data[:-7]),
+    "bit": rewrite(cached_teacher.TENSORS, lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+    "gone": lambda folder: (folder / cached_teacher.TENSORS).unlink(),
+    "manifest": lambda folder: (folder / cached_teacher.MANIFEST).unlink(),
+    "field": rewrite(cached_teacher.MANIFEST, lambda data: data.replace(b'"vocab_fingerprint"', b'"other"')),
+    "format": rewrite(
+        cached_teacher.MANIFEST, lambda data: json.dumps({**json.loads(data), "format": 9}).encode()
+    ),
+    "not json": rewrite(cached_teacher.MANIFEST, lambda data: b"{"),
 }
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.support.engine import parity
 from tests.support.engine.parity import FAMILIES, assert_same, check, config, decoder, run_one
 
-from whorl.engine.disaggregation.kv_transfer import KVBlock, export_pages, import_pages, model_fingerprint
+from whorl.engine.disaggregation.kv_block import KVBlock
+from whorl.engine.disaggregation.kv_transfer import export_pages, import_pages, model_fingerprint
 from whorl.engine.engine import Engine
 from whorl.errors import ConfigError, DataError
 from whorl.slots.ring import anonymous_memory

@@ -17,7 +17,7 @@ from whorl.engine.request import Delta, Grammar
 from whorl.engine.sampling.grammar import GrammarCompiler
 from whorl.engine.sampling.stop_strings import StopStringChecker
 from whorl.engine.sampling_params import SamplingParams
-from whorl.engine.speculation.proposers import PromptLookup
+from whorl.engine.speculation.prompt_lookup import PromptLookup
 
 # Of 50 ids the last two have no text: 48 is banned, 49 ends an output
 WORDS = [bytes([n]) for n in b'abcdefghijklmnopqrstuvwxyz0123456789{}:," '] + [b"ab", b"12", b"xyz", b"cde"]

@@ -89,7 +89,7 @@ def test_cached_teacher_logits_are_reused(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("whorl.align.distillation.train.train_student", interrupt)
         run_text(DISTIL, *sets, store=tmp_path)
-    monkeypatch.setattr("whorl.align.distillation.teacher.cache_teacher_logits", interrupt)
+    monkeypatch.setattr("whorl.align.distillation.cached_teacher.cache_teacher_logits", interrupt)
     assert run_text(DISTIL, *sets, store=tmp_path)["distil"].summary["texts"] == 40
     with pytest.raises(KeyboardInterrupt):  # without the cache the teacher runs
         run_text(DISTIL, *sets)

@@ -19,8 +19,9 @@ from tests.support.align.stage_inputs import PAD, make_pair
 from tests.support.configs import nested, updated
 from whorl.align import config as configs
 from whorl.align.data.curriculum import Curriculum
+from whorl.align.distillation.cached_teacher import cache_teacher_logits
 from whorl.align.distillation.student import make_student
-from whorl.align.distillation.teacher import LiveTeacher, cache_teacher_logits
+from whorl.align.distillation.teacher import LiveTeacher
 from whorl.align.distillation.train import train_student
 from whorl.align.model.batch import pad
 from whorl.align.model.policy_model import PolicyModel, frozen_reference

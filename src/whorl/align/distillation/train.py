@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from whorl.align.config import DistilConfig
-from whorl.align.distillation.teacher import CachedTeacher, Teacher, tokenizer_fingerprint
+from whorl.align.distillation.cached_teacher import CachedTeacher
+from whorl.align.distillation.teacher import Teacher, tokenizer_fingerprint
 from whorl.align.model.batch import micro_batches, pack, pad, sort_by_length
 from whorl.align.model.logprob_diff import LogProbDiff
 from whorl.align.model.policy_model import PolicyModel

@@ -32,7 +32,7 @@ def report(
 
     from whorl.errors import ConfigError, StoreError
     from whorl.recipes.step_records import FAILED, LEFT_OUT, STEPS_FILE, read_step_records, steps_in_state
-    from whorl.recipes.steps.report import ReportConfig, report_data
+    from whorl.recipes.steps.evaluation.report import ReportConfig, report_data
     from whorl.report import render
     from whorl.store import Store
 

@@ -8,10 +8,6 @@ arXiv:2401.09670; Patel et al. 2024, Splitwise, arXiv:2311.18677). The transferr
 hashes, as a cached prefix. So the receiver needs no new state: it adds the request, finds the prefix and computes the rest,
 less than a page. It samples every token.
 
-The block has 8 bytes of magic, the header's length (u32), the block's length (u64), a checksum (xxh3-128 of the rest), the
-header, and the tensors' pages at multiples of 64 bytes. The header is JSON: fingerprint and version of the weights, page
-size, page hashes; for each layer group its window, first page, and dtypes and shapes of its tensors.
-
 Ownership. The memory has no name (`slots.ring.anonymous`): it exists while a process holds a descriptor or a view, so a
 process that dies leaves nothing behind. The sender closes its block after sending the descriptor.
 
@@ -25,30 +21,29 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import struct
 import weakref
 from collections.abc import Sequence as SequenceABC
-from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
 
 from whorl.engine.cache.block_pool import EVICTED
+from whorl.engine.disaggregation.kv_block import (
+    DTYPES,
+    HEAD,
+    MAGIC,
+    KVBlock,
+    align,
+    n_bytes_of,
+    start_checksum,
+    view_of,
+)
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sequence import Sequence
 from whorl.errors import ConfigError, DataError
 from whorl.slots.ring import anonymous_memory
-
-MAGIC = b"WHORLKV1"
-_HEAD = struct.Struct("<8sIQ16s")
-_ALIGNMENT = 64
-DTYPES = {
-    str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16, torch.int8)
-}
 
 _fingerprint_cache: weakref.WeakKeyDictionary[Engine, tuple[int, str]] = weakref.WeakKeyDictionary()
 
@@ -64,99 +59,6 @@ def model_fingerprint(engine: Engine) -> str:
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     _fingerprint_cache[engine] = (engine.version, digest.hexdigest())
     return digest.hexdigest()
-
-
-class KVBlock:
-    """The pages of one prompt's prefix, in shared memory.
-
-    Args:
-        fd: of the memory; the block owns it and closes it.
-        verify_checksum: verify now; otherwise `verify` must return True before the contents are used.
-
-    Raises:
-        DataError: the memory holds no complete block.
-    """
-
-    header: dict[str, Any]
-
-    def __init__(self, fd: int, verify_checksum: bool = True) -> None:
-        self.fd = fd
-        self._finalizer = weakref.finalize(self, os.close, fd)
-        self.n_bytes = os.fstat(fd).st_size
-        self._memory: mmap.mmap | None = None
-        if self.n_bytes < _HEAD.size:
-            self._reject(f"it has {self.n_bytes} bytes", f"at least {_HEAD.size}")
-        self._memory = memory = mmap.mmap(fd, self.n_bytes)
-        magic, n_header, n_bytes, checksum = _HEAD.unpack_from(memory)
-        if magic != MAGIC:
-            self._reject(f"it starts with {magic!r}", repr(MAGIC))
-        if n_bytes != self.n_bytes or _HEAD.size + n_header > n_bytes:
-            self._reject(
-                f"its header gives {n_bytes:,} bytes, and it has {self.n_bytes:,}", "a complete block"
-            )
-        self._payload = _align(_HEAD.size + n_header)
-        self._n_header, self._expected_checksum = n_header, checksum
-        self._digest, self._verified_bytes = _start_checksum(memory, n_header), _HEAD.size
-        if verify_checksum:
-            self.verify()
-
-    def verify(self, max_bytes: int | None = None) -> bool:
-        """Continue the checksum by at most `max_bytes`; returns whether it is complete. Raises DataError on a mismatch."""
-        assert self._memory is not None
-        stop = self.n_bytes if max_bytes is None else min(self.n_bytes, self._verified_bytes + max_bytes)
-        with memoryview(self._memory) as view, view[self._verified_bytes : stop] as part:
-            self._digest.update(part)
-        self._verified_bytes = stop
-        if stop < self.n_bytes:
-            return False
-        if self._digest.digest() != self._expected_checksum:
-            self._reject("its checksum does not match", "the checksum of its contents")
-        self.header = json.loads(self._memory[_HEAD.size : _HEAD.size + self._n_header])
-        return True
-
-    @property
-    def n_pages(self) -> int:
-        """Pages of the prefix."""
-        return len(self.header["names"])
-
-    @property
-    def n_positions(self) -> int:
-        return self.n_pages * int(self.header["page_size"])
-
-    def tensors(self, group: int) -> list[Tensor]:
-        """Pages [n, ...] of each tensor of the group, as views of the shared memory."""
-        assert self._memory is not None
-        offset, out = self._payload, list[Tensor]()
-        for number, group_fields in enumerate(self.header["groups"]):
-            for dtype_name, shape in group_fields["tensors"]:
-                dtype, shape_of_pages = DTYPES[dtype_name], (group_fields["pages"], *shape)
-                if number == group:
-                    out.append(_view(self._memory, offset, dtype, shape_of_pages))
-                offset = _align(offset + _n_bytes(dtype, shape_of_pages))
-        return out
-
-    def close(self) -> None:
-        """Release the memory or, if views of it still exist, the descriptor alone."""
-        self._finalizer()
-        if self._memory is not None:
-            with suppress(BufferError):
-                self._memory.close()
-
-    def __enter__(self) -> KVBlock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _reject(self, what: str, expected: str) -> None:
-        self.close()
-        raise DataError(
-            f"a block of KV pages: {what}",
-            expected=expected,
-            do="compute the prompt in the decode engine; the sender may have died during the write",
-        )
 
 
 def export_pages(engine: Engine, ids: SequenceABC[int]) -> KVBlock:
@@ -197,17 +99,17 @@ def export_pages(engine: Engine, ids: SequenceABC[int]) -> KVBlock:
 
 def _write_block(engine: Engine, header_fields: dict[str, Any], page_lists: list[list[int]]) -> KVBlock:
     header = json.dumps(header_fields).encode()
-    places, offset = list[list[tuple[int, tuple[int, ...]]]](), _align(_HEAD.size + len(header))
+    places, offset = list[list[tuple[int, tuple[int, ...]]]](), align(HEAD.size + len(header))
     for group in header_fields["groups"]:
         places.append([])
         for dtype_name, shape in group["tensors"]:
             shape_of_pages = (group["pages"], *shape)
             places[-1].append((offset, shape_of_pages))
-            offset = _align(offset + _n_bytes(DTYPES[dtype_name], shape_of_pages))
+            offset = align(offset + n_bytes_of(DTYPES[dtype_name], shape_of_pages))
     fd = anonymous_memory(offset, "whorl-pages")
     try:
         with mmap.mmap(fd, offset) as memory:
-            memory[_HEAD.size : _HEAD.size + len(header)] = header
+            memory[HEAD.size : HEAD.size + len(header)] = header
             for number, pages in enumerate(page_lists):
                 # No full copy: a long prompt's pages may be as large as a model.
                 for t, (begin, shape_of_pages) in zip(
@@ -215,18 +117,18 @@ def _write_block(engine: Engine, header_fields: dict[str, Any], page_lists: list
                 ):
                     if pages:
                         index = torch.tensor(pages, device=t.device)
-                        target = _view(memory, begin, t.dtype, shape_of_pages)
+                        target = view_of(memory, begin, t.dtype, shape_of_pages)
                         if t.device.type == "cpu":
                             torch.index_select(t, 0, index, out=target)
                         else:
                             target.copy_(t[index])
                         del target  # an open view would keep the map from closing
             head = (MAGIC, len(header), offset)
-            _HEAD.pack_into(memory, 0, *head, b"")
-            digest = _start_checksum(memory, len(header))
-            with memoryview(memory) as view, view[_HEAD.size :] as rest:
+            HEAD.pack_into(memory, 0, *head, b"")
+            digest = start_checksum(memory, len(header))
+            with memoryview(memory) as view, view[HEAD.size :] as rest:
                 digest.update(rest)
-            _HEAD.pack_into(memory, 0, *head, digest.digest())
+            HEAD.pack_into(memory, 0, *head, digest.digest())
     except BaseException:
         os.close(fd)
         raise
@@ -334,26 +236,3 @@ def check_prefix_caching(engine: Engine) -> None:
         raise ConfigError(
             "enable_prefix_caching is off", expected="on, because pages are transferred as a cached prefix"
         )
-
-
-def _align(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-def _n_bytes(dtype: torch.dtype, shape: SequenceABC[int]) -> int:
-    n = dtype.itemsize
-    for size in shape:
-        n *= size
-    return n
-
-
-def _view(memory: mmap.mmap, offset: int, dtype: torch.dtype, shape: SequenceABC[int]) -> Tensor:
-    count = _n_bytes(dtype, shape) // dtype.itemsize
-    if not count:
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
-
-
-def _start_checksum(memory: mmap.mmap, n_header: int) -> Any:
-    """Start the checksum with the two lengths; the caller adds the rest."""
-    return xxhash.xxh3_128(struct.pack("<IQ", n_header, len(memory)))

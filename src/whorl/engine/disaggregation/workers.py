@@ -22,8 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal
 
+from whorl.engine.disaggregation.kv_block import KVBlock
 from whorl.engine.disaggregation.kv_transfer import (
-    KVBlock,
     check_prefix_caching,
     export_pages,
     import_pages,

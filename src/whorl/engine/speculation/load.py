@@ -12,7 +12,8 @@ from pathlib import Path
 from whorl.engine.config import EngineConfig
 from whorl.engine.load import load_for_sampling
 from whorl.engine.sequence import Proposer
-from whorl.engine.speculation.proposers import DraftModel, MultiTokenDraft, PromptLookup
+from whorl.engine.speculation.prompt_lookup import PromptLookup
+from whorl.engine.speculation.proposers import DraftModel, MultiTokenDraft
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel

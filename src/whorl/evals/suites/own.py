@@ -4,7 +4,7 @@
                                             arXiv:1606.06031): predictable from the passage, not from its end
     own-continuation     kind choice        the line that follows, among four lines of the same document
     own-functions        kind generate      the body of a Python function: does Python parse it?
-    own-doctests         kind verify        the body of a function with examples: does it compute them?
+    own-doctests         kind generate      the body of a function with examples: does it compute them?
 
 Items are spread over the documents, in an order by a hash of seed and position, and clustered by document: intervals account
 for texts that share one. A task without items in these documents is left out, with a message.

@@ -324,23 +324,15 @@ def _make_teacher(
     texts: list[TokenizedExample],
 ) -> tuple[Teacher, list[TokenizedExample]]:
     """Return (the live teacher, or its cached top-k logits; the texts that these belong to)."""
-    from whorl.align.distillation.teacher import (
-        MANIFEST,
-        CachedTeacher,
-        LiveTeacher,
-        cache_teacher_logits,
-        tokenizer_fingerprint,
-    )
-    from whorl.align.stage.task import dataset_fingerprint
+    from whorl.align.distillation.cached_teacher import CachedTeacher, cache_teacher_logits
+    from whorl.align.distillation.teacher import LiveTeacher, tokenizer_fingerprint
 
     fingerprint = tokenizer_fingerprint(tokenizer.tokenizer)
     if not config.texts.teacher_top_k:
         return LiveTeacher(model, fingerprint), texts
     folder = ctx.scratch / "teacher_logits"
-    if (folder / MANIFEST).is_file():
-        cached = CachedTeacher.load(folder)
-        if dataset_fingerprint(cached.examples) == dataset_fingerprint(texts):
-            return cached, list(cached.examples)
+    if (found := CachedTeacher.find(folder, texts)) is not None:
+        return found, list(found.examples)
     with ctx.progress.task("Caching teacher logits", total=len(texts), unit="texts") as bar:
         cached = cache_teacher_logits(
             model, texts, pad_id=pad_id_of(tokenizer), top_k=config.texts.teacher_top_k, temperature=config.temperature,

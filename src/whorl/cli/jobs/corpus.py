@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whorl.cli.curation.train_measures import train_classifier as train_classifier
-from whorl.cli.curation.train_measures import train_importance as train_importance
-from whorl.cli.curation.train_measures import train_perplexity as train_perplexity
+from whorl.cli.jobs.train_measures import train_classifier as train_classifier
+from whorl.cli.jobs.train_measures import train_importance as train_importance
+from whorl.cli.jobs.train_measures import train_perplexity as train_perplexity
 from whorl.cli.options import StoreOption, format_size
 from whorl.cli.text_table import print_table
 
@@ -53,7 +53,7 @@ def ingest(
 
         whorl corpus ingest dump.jsonl.zst --set text_field=body
     """
-    from whorl.cli.curation.corpus_store import run_step
+    from whorl.cli.jobs.corpus_store import run_step
     from whorl.store import Store
 
     run_step(Store(store), corpus, "ingest", {"sources": sources}, changes or ())
@@ -71,7 +71,7 @@ def rewrite(changes: SetOption = None, corpus: MadeCorpus = "corpus", store: Sto
 
         whorl corpus rewrite --set mask=false --set substrings=200
     """
-    from whorl.cli.curation.corpus_store import run_step
+    from whorl.cli.jobs.corpus_store import run_step
     from whorl.store import Store
 
     run_step(Store(store), corpus, "rewrite", {}, changes or ())
@@ -95,7 +95,7 @@ def filter(
 
         whorl corpus filter --query mine.sql --set validation_bytes=100000
     """
-    from whorl.cli.curation.corpus_store import run_step
+    from whorl.cli.jobs.corpus_store import run_step
     from whorl.errors import ConfigError
     from whorl.store import Store
 
@@ -146,7 +146,7 @@ def dedup(
 
         whorl corpus dedup --bands 16 --rows 8 --order "time, n_bytes DESC" --earlier web-2025/curate
     """
-    from whorl.cli.curation.corpus_store import find, run_step
+    from whorl.cli.jobs.corpus_store import find, run_step
     from whorl.corpus.deduplication.settings import SignatureConfig
     from whorl.store import Store
 
@@ -183,7 +183,7 @@ def decontaminate(
 
         whorl corpus decontaminate tests.jsonl --field question
     """
-    from whorl.cli.curation.corpus_store import run_step
+    from whorl.cli.jobs.corpus_store import run_step
     from whorl.store import Store
 
     settings = {"tests": [{"files": tests, "field": field}], "n": n}
@@ -199,7 +199,7 @@ def mix(changes: SetOption = None, corpus: MadeCorpus = "corpus", store: StoreOp
 
         whorl corpus mix --set temperature=0.5
     """
-    from whorl.cli.curation.corpus_store import run_step
+    from whorl.cli.jobs.corpus_store import run_step
     from whorl.store import Store
 
     run_step(Store(store), corpus, "mix", {}, changes or ())
@@ -227,7 +227,7 @@ def stats(
 
     import numpy as np
 
-    from whorl.cli.curation.corpus_store import latest
+    from whorl.cli.jobs.corpus_store import latest
     from whorl.corpus.provenance import count_sources, selection_bias
     from whorl.corpus.provenance.tables import CorpusTables
     from whorl.store import Store
@@ -297,7 +297,7 @@ def show(
 
         whorl corpus show too_short -n 10
     """
-    from whorl.cli.curation.corpus_store import latest, require, selection_query
+    from whorl.cli.jobs.corpus_store import latest, require, selection_query
     from whorl.corpus.provenance import dropped_samples, largest_clusters
     from whorl.corpus.provenance.tables import CorpusTables
     from whorl.errors import ConfigError, one_of
@@ -346,7 +346,7 @@ def why(
     """
     import json
 
-    from whorl.cli.curation.corpus_store import latest, selection_query
+    from whorl.cli.jobs.corpus_store import latest, selection_query
     from whorl.corpus.provenance import explain
     from whorl.store import Store
 

@@ -1,1 +1,0 @@
-"""Verbs of one corpus: `whorl corpus ingest`, `filter`, `dedup`, `stats`, `show`, `why`."""
