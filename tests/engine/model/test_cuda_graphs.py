@@ -25,7 +25,7 @@ def padded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
             ran.append((self.rows, self.pages))
             return super().run(batch)
 
-    monkeypatch.setattr(native_runner, "choose_once", lambda *_: "0")
+    monkeypatch.setattr(native_runner, "choose_once", lambda *_: "torch")
     monkeypatch.setattr(native_runner, "ModelRunner", GraphRunner)
     monkeypatch.setattr(cuda_graphs, "DecodeStep", Counting)
     return ran
