@@ -23,7 +23,7 @@ NATIVE = [name for name, make in FAMILIES.items() if unsupported_reason(make()) 
 @pytest.fixture(autouse=True)
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native step without timing."""
-    monkeypatch.setattr("whorl.engine.cpu.runner.choose_once", lambda *_: "1")
+    monkeypatch.setattr("whorl.engine.cpu.runner.choose_once", lambda *_: "native")
 
 
 def requests(n: int = 7, **fields: Any) -> list[Request]:
