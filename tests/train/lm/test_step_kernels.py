@@ -27,10 +27,10 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module in (
         "attention.causal",
-        "native.cross_entropy",
-        "native.linear",
-        "native.mlp",
-        "native.update",
+        "cpu.cross_entropy",
+        "cpu.linear",
+        "cpu.mlp",
+        "cpu.update",
     ):
         monkeypatch.setattr(f"whorl.nn.{module}.fastest", last)
     monkeypatch.setattr(kernels, "fastest", last)

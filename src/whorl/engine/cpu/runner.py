@@ -84,7 +84,7 @@ class NativeRunner(ModelRunner):
         return not self._needs_torch(batch)
 
     def decode(self, batch: InputBatch, draws: Draws) -> None:
-        """Run several decode steps at once (`native/sampling.py`)."""
+        """Run several decode steps at once (`cpu/sampling.py`)."""
         decode(self.native_step, batch, self.layers, self.group_of, draws)
 
     @torch.inference_mode()

@@ -2,7 +2,7 @@
 
 `distribution` defines the sampling distribution in a few lines of torch: sort, mask, cut, normalize. `Sampler` samples from
 it. On a GPU it uses `distribution`, without the sort where rows have only a temperature. On a CPU, `cpu_sampler.py` computes
-the same without the sort, and `native/sampling.h` in C++ for rows without masks, biases and penalties.
+the same without the sort, and `cpu/sampling.h` in C++ for rows without masks, biases and penalties.
 
 The subtle point is batch invariance. The random number u of a row is a hash of (seed, number of tokens drawn), not the next
 number of a shared stream (counters as in Salmon et al. 2011, doi:10.1145/2063384.2063405). The hash is SplitMix64 (Steele
