@@ -55,7 +55,7 @@ GROUPS = {
     "keys": ("serving", ("add", "list", "revoke")),
     "arena": ("serving", ("serve", "judge", "table", "page", "export")),
     "corpus": (
-        "curation",
+        "jobs",
         (
             "ingest",
             "rewrite",
