@@ -153,7 +153,8 @@ def build_app() -> typer.Typer:
         app.command(name, cls=_Command)(with_error_handling(getattr(module, inside)))
     for group, (folder, verbs) in GROUPS.items():
         module = importlib.import_module(f"whorl.cli.{folder}.{group}")
-        inner = typer.Typer(help=module.__doc__, no_args_is_help=True, rich_markup_mode=None)
+        about = str(module.__doc__).replace("\n\n    ", "\n\n\b\n    ")  # examples keep their lines
+        inner = typer.Typer(help=about, no_args_is_help=True, rich_markup_mode=None)
         for name in verbs:
             inner.command(name, cls=_Command)(with_error_handling(getattr(module, name.replace("-", "_"))))
         app.add_typer(inner, name=group)

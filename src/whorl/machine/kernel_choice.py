@@ -4,9 +4,9 @@
 
 A table of CPUs cannot replace the timing: hypervisors, sandboxes and clocks make instructions slower than their flags
 suggest, and the best way changes with the shape. The first candidate is the default: another one must be faster by 3 %. A
-candidate that raises is dropped with a warning. Times and choices are kept in
-`kernels-MACHINE-SOURCES.json` in the cache folder; MACHINE is the measurement of `device_probe.py`, SOURCES a hash of the
-package's C++ code. Processes that time the same product at once all take the choice that was written first.
+candidate that raises is dropped with a warning. Times and choices are kept in `kernels-MACHINE-SOURCES.json` in the cache
+folder; MACHINE is the measurement of `device_probe.py`, SOURCES a hash of the package's C++ code. Processes that time the
+same product at once all take the choice that was written first.
 
 One setting forces choices, a table [kernels] in a recipe or a variable for any program:
 
@@ -110,12 +110,8 @@ def fastest(name: str, candidates: Candidates, *, flops: float = 0.0) -> str:
         return default
     memo = (_with_threads(name), tuple(candidates), os.environ.get(VARIABLE, ""))
     if memo not in _chosen:
-
-        def choose() -> str:
-            return timed_choice(name, candidates).chosen
-
-        recorded = choose_once(key, choose)
-        _chosen[memo] = recorded if recorded in candidates else choose()
+        recorded = choose_once(key, lambda: timed_choice(name, candidates).chosen)
+        _chosen[memo] = recorded if recorded in candidates else timed_choice(name, candidates).chosen
     return _chosen[memo]
 
 
@@ -155,9 +151,7 @@ def timed_choice(name: str, candidates: Candidates, *, refresh: bool = False) ->
     """
     path, name = choices_file(), _with_threads(name)
     found = None if refresh else _valid(_read(path).get(name), candidates)
-    if found is None:
-        found = _keep(path, name, time_candidates(name, candidates), candidates, refresh)
-    return found
+    return found or _keep(path, name, time_candidates(name, candidates), candidates, refresh)
 
 
 def _with_threads(name: str) -> str:
@@ -171,7 +165,7 @@ def _torch() -> Any:
 
 
 def choices_file() -> Path:
-    """The file of the choices of this machine."""
+    """Return the file of the choices of this machine."""
     return cache_folder() / f"kernels-{measured_machine()[1]}-{sources_hash()}.json"
 
 
@@ -212,8 +206,7 @@ def time_candidates(name: str, candidates: Candidates) -> TimedChoice:
             break
         for way in contenders:
             call(way)
-    default = running[0]
-    winner = min(running, key=lambda way: seconds[way])
+    default, winner = running[0], min(running, key=lambda way: seconds[way])
     chosen = winner if seconds[winner] * MIN_SPEEDUP < seconds[default] else default
     return TimedChoice(chosen, {way: seconds[way] for way in running}, dropped, uncontended, time.time())
 
@@ -231,10 +224,9 @@ def _require(name: str, forced: str, candidates: Candidates) -> None:
     try:
         candidates[forced]()
     except Exception as error:
-        others = [way for way in candidates if way != forced]
         raise ConfigError(
             f"{name}: the choice {forced!r} is impossible here: {type(error).__name__}: {error}",
-            expected=one_of(forced, others),
+            expected=one_of(forced, [way for way in candidates if way != forced]),
             do=REMEDY,
         ) from error
     _required.add((name, forced))
@@ -317,10 +309,8 @@ def check_forced(source: str, name: str, way: object) -> None:
 
 def forced_candidate(name: str) -> str | None:
     """Return the candidate that a user requires for a product, or None."""
-    for pattern, way in forced_choices().items():
-        if pattern == name.partition(" ")[0] or fnmatchcase(name, pattern):
-            return way
-    return None
+    forced, operation = forced_choices().items(), name.partition(" ")[0]
+    return next((way for pattern, way in forced if pattern == operation or fnmatchcase(name, pattern)), None)
 
 
 @contextmanager
