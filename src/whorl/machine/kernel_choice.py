@@ -30,7 +30,6 @@ before a compiled region, not inside.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -44,6 +43,8 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from whorl.errors import ConfigError, one_of
 from whorl.files import write_atomic
@@ -262,19 +263,13 @@ def _read(path: Path) -> dict[str, TimedChoice]:
 
 def _keep(path: Path, name: str, timed: TimedChoice, candidates: Candidates, refresh: bool) -> TimedChoice:
     """Add a choice to the file and return it, or the one that another process has written in the meantime."""
-    try:
+    with suppress(OSError):  # no writable home: the next process times again
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("w")
-    except OSError:  # no writable home: the next process times again
-        return timed
-    with lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = _read(path)
-        if not refresh and (first := _valid(kept.get(name), candidates)) is not None:
-            return first
-        kept[name] = timed
-        with suppress(OSError):
+        with FileLock(path.with_suffix(".lock")):
+            kept = _read(path)
+            if not refresh and (first := _valid(kept.get(name), candidates)) is not None:
+                return first
+            kept[name] = timed
             write_atomic(path, json.dumps({key: asdict(value) for key, value in kept.items()}))
     return timed
 

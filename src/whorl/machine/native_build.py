@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -39,6 +38,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from whorl.machine.kernel_choice import forced_choices
 
@@ -170,8 +171,7 @@ def build_when_idle(source: Path, flags: tuple[str, ...]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the temporary file
     target = library_file(source, cache_folder(), flags)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_suffix(".idle.lock").open("w") as lock, suppress(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with suppress(Timeout), FileLock(target.with_suffix(".idle.lock"), timeout=0):
         if not target.exists():
             _compile_into(find_compiler(), source, flags, target, same_group=True)
 
@@ -241,13 +241,9 @@ def _compile_once(compiler: str, source: Path, flags: tuple[str, ...], target: P
         OSError: the folder cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process dies, too
-        try:
-            if not target.exists():
-                _compile_into(compiler, source, flags, target)
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # also for a child that was forked meanwhile and has a copy
+    with FileLock(target.with_suffix(".lock")):  # released when the process dies, too
+        if not target.exists():
+            _compile_into(compiler, source, flags, target)
 
 
 def _killed_by(library: Path) -> str:

@@ -13,20 +13,20 @@ last stay valid, and the reason is logged.
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import json
 import logging
 import math
-import os
 import secrets
 import string
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
+
+from filelock import FileLock
 
 from whorl.errors import ConfigError
 from whorl.files import write_atomic
@@ -121,21 +121,15 @@ class KeyFile:
             self._write([key for key in keys if key is not matches[0]])
         return matches[0]
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> AbstractContextManager[object]:
         """Hold the file's lock from reading to writing, so that no change of another process is lost."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o600)
+            return FileLock(self.path.with_name(f".{self.path.name}.lock"), mode=0o600).acquire()
         except OSError as error:
             raise ConfigError(
                 f"{self.path} cannot be written: {error.strerror}", expected="a file in a writable folder"
             ) from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(handle)
 
     def _write(self, keys: list[ApiKey]) -> None:
         text = json.dumps({"keys": [asdict(key) for key in keys]}, indent=1)
