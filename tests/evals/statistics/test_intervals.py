@@ -1,6 +1,8 @@
-"""Standard errors and intervals against SciPy, against the double sum over clusters, and against their coverage."""
+"""Standard errors and intervals against closed forms, against the double sum over clusters, and against their coverage."""
 
 from __future__ import annotations
+
+from math import atan, pi, sqrt, tan
 
 import numpy as np
 import pytest
@@ -11,15 +13,20 @@ from whorl.errors import ConfigError, DataError
 from whorl.evals.statistics.distributions import t_quantile, t_two_sided
 from whorl.evals.statistics.intervals import mean_interval, standard_error
 
-stats = pytest.importorskip("scipy.stats")
-
 
 @given(st.floats(0.5, 1e4), st.floats(0.01, 0.9999))
 @settings(max_examples=60, deadline=None)
-def test_t_quantile_and_tail_match_scipy(df: float, level: float) -> None:
-    want = float(stats.t.ppf(0.5 + level / 2, df))
-    assert t_quantile(level, df) == pytest.approx(want, rel=1e-8)
-    assert t_two_sided(want, df) == pytest.approx(1 - level, rel=1e-7)
+def test_t_tail_inverts_quantile(df: float, level: float) -> None:
+    assert t_two_sided(t_quantile(level, df), df) == pytest.approx(1 - level, rel=1e-9)
+
+
+@given(st.floats(1e-3, 1e6))
+def test_t_tail_matches_closed_forms(t: float) -> None:
+    """With 1 and 2 degrees of freedom. Each is written without cancellation."""
+    root = sqrt(2 + t * t)
+    assert t_two_sided(t, 1) == pytest.approx(2 / pi * atan(1 / t), rel=1e-12)
+    assert t_two_sided(t, 2) == pytest.approx(2 / (root * (root + t)), rel=1e-12)
+    assert t_quantile(0.95, 1) == pytest.approx(tan(0.95 * pi / 2), rel=1e-12)
 
 
 def test_tail_ends_are_exact() -> None:
