@@ -3,24 +3,24 @@
 
 #include "tile_registers.h"
 
-// The same registers in memory. Rounding as in the manual's pseudocode of TDPBF16PS; denormals are not flushed.
+// The registers of each thread in memory. Rounding as in the manual's pseudocode of TDPBF16PS; denormals are not flushed.
 struct EmulatedTiles {
-    TileShapes shapes;
-    alignas(64) char tiles[8][TILE_LINES][TILE_BYTES];
+    static inline thread_local TileShapes shapes;
+    alignas(64) static inline thread_local char tiles[8][TILE_LINES][TILE_BYTES];
 
-    void shape(const TileShapes& to) { shapes = to; }
+    static void shape(const TileShapes& to) { shapes = to; }
     template <int T>
-    void clear() { memset(tiles[T], 0, sizeof tiles[T]); }
+    static void clear() { memset(tiles[T], 0, sizeof tiles[T]); }
     template <int T>
-    void load(const void* from, int64_t stride) {
+    static void load(const void* from, int64_t stride) {
         for (int i = 0; i < shapes.lines[T]; i++) memcpy(tiles[T][i], (const char*)from + i * stride, shapes.bytes[T]);
     }
     template <int T>
-    void store(void* to, int64_t stride) {
+    static void store(void* to, int64_t stride) {
         for (int i = 0; i < shapes.lines[T]; i++) memcpy((char*)to + i * stride, tiles[T][i], TILE_BYTES);
     }
     template <int C, int A, int B>
-    void add_pairs() {
+    static void add_pairs() {
         for (int i = 0; i < shapes.lines[A]; i++)
             for (int j = 0; j < TILE_LINES; j++) {
                 float even = 0, odd = 0;
@@ -33,7 +33,7 @@ struct EmulatedTiles {
             }
     }
     template <int C, int A, int B, class Byte = uint8_t>
-    void add_fours() {
+    static void add_fours() {
         for (int i = 0; i < shapes.lines[A]; i++)
             for (int j = 0; j < TILE_LINES; j++)
                 for (int k = 0; k < 4 * shapes.lines[B]; k++)
@@ -41,5 +41,5 @@ struct EmulatedTiles {
                                                   int32_t(((const int8_t*)tiles[B][k / 4])[4 * j + k % 4]);
     }
     template <int C, int A, int B>
-    void add_signed_fours() { add_fours<C, A, B, int8_t>(); }
+    static void add_signed_fours() { add_fours<C, A, B, int8_t>(); }
 };

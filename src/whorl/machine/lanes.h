@@ -31,6 +31,11 @@ INLINE Lanes as_lanes(Bits b) { return (Lanes)b; }
 // Round to nearest, ties to even; a NaN stays a NaN.
 INLINE bf16 narrow(float x) { return x == x ? bf16(rounded(x)) : bf16(0x7fc0); }
 
+INLINE Bits rounded(Lanes x) {
+    const Bits bits = (Bits)x;
+    return (bits + 0x7fffu + ((bits >> 16u) & 1u)) >> 16u;
+}
+
 INLINE Lanes load_lanes(const float* from) { return load<Lanes>(from); }
 INLINE Lanes load_lanes(const bf16* from) { return as_lanes(load_halves(from) << 16); }
 
@@ -42,11 +47,17 @@ INLINE Lanes load_some(const T* from, int n) {
     return load_lanes(room);
 }
 
+INLINE void store(bf16* to, Lanes x) {
+#ifdef __AVX512BF16__
+    const __m256bh narrow = _mm512_cvtneps_pbh((__m512)x);
+    memcpy(to, &narrow, sizeof narrow);
+#else
+    store_as(to, (Ints)rounded(x));
+#endif
+}
+
 INLINE void put(float* to, float x) { *to = x; }
 INLINE void put(bf16* to, float x) { *to = narrow(x); }
-
-INLINE float get(const float* from) { return *from; }
-INLINE float get(const bf16* from) { return widen(*from); }
 
 // x[n] -> a row of a cache; `scale`: where that of an int8 row goes. Equal to `quantize_rows` in nn/quantized_linear.py to the
 // bit, except that a NaN or infinity makes the scale NaN.

@@ -2,14 +2,14 @@
 //
 // Tile registers need a permission of the kernel (Intel 64 and IA-32 Architectures Software Developer's Manual, vol. 1,
 // ch. 18; Linux Documentation/arch/x86/xstate.rst). Each thread requests it before its first tile; without it, the kernel
-// would kill the process there. WHORL_PLAIN, WHORL_VECTORS, WHORL_EMULATED and WHORL_FP32 compile without tiles.
+// would kill the process there. WHORL_VECTORS, WHORL_EMULATED and WHORL_FP32 compile without tiles.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && !defined(WHORL_PLAIN) && \
-    !defined(WHORL_VECTORS) && !defined(WHORL_EMULATED) && !defined(WHORL_FP32)
+#if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && !defined(WHORL_VECTORS) && \
+    !defined(WHORL_EMULATED) && !defined(WHORL_FP32)
 #define WHORL_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -25,6 +25,7 @@ INLINE float widen(bf16 x) {
     memcpy(&value, &bits, 4);
     return value;
 }
+INLINE float widen(float x) { return x; }
 
 // To the nearest bf16, ties to even. Of the NaNs, only the usual ones stay NaN; `narrow` in lanes.h keeps all.
 INLINE uint32_t rounded(float x) {
@@ -60,8 +61,24 @@ struct TileRegisters {
 #ifdef WHORL_AMX
     TileRegisters() { tiles_permitted(); }
     ~TileRegisters() { asm volatile("tilerelease" ::: "memory"); }
-    INLINE void shape(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+    static INLINE void shape(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+    template <int T>
+    static INLINE void clear() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
+    template <int T>
+    static INLINE void load(const void* from, int64_t stride) {
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
+    }
+    template <int T>
+    static INLINE void store(void* to, int64_t stride) {
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
+    }
+    template <int C, int A, int B>
+    static INLINE void add_pairs() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
+    template <int C, int A, int B>
+    static INLINE void add_fours() { asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
+    template <int C, int A, int B>
+    static INLINE void add_signed_fours() { asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 #else
-    void shape(const TileShapes&) {}
+    static void shape(const TileShapes&) {}
 #endif
 };

@@ -61,18 +61,11 @@ INLINE Lanes join(const float* low, const float* high) {
     return __builtin_shufflevector(load<Half>(low), load<Half>(high), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 }
 
-INLINE Lanes lower_shuffled(Lanes a, Lanes b) {
-    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-}
-INLINE Lanes upper_shuffled(Lanes a, Lanes b) {
-    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-}
-
 // a0, a1, ... and b0, b1, ... -> a0, b0, a1, b1, ...
 INLINE void interleave(Lanes& a, Lanes& b) {
     const Lanes even = a, odd = b;
-    a = lower_shuffled(even, odd);
-    b = upper_shuffled(even, odd);
+    a = __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    b = __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
 // The sums of sixteen vectors as one vector: a transpose with additions, 15 instead of 16 * 4. The first operand of each
@@ -93,18 +86,25 @@ INLINE V sums16(V* v) {
 }
 
 // Transpose: in 16 rows of 16 -> out, with distance `stride` between columns.
-INLINE void transpose16(Lanes* v, float* out, int64_t stride) {
-    Lanes w[16];
-    UNROLL for (int i = 0; i < 8; i++) {
-        w[2 * i] = lower_shuffled(v[i], v[i + 8]);
-        w[2 * i + 1] = upper_shuffled(v[i], v[i + 8]);
+INLINE void transpose16(const Lanes* v, float* out, int64_t stride) {
+    __m512i r[16], s[16];
+    UNROLL for (int i = 0; i < 16; i += 2) {
+        s[i] = _mm512_unpacklo_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+        s[i + 1] = _mm512_unpackhi_epi32((__m512i)v[i], (__m512i)v[i + 1]);
     }
-    UNROLL for (int round = 0; round < 3; round++) {  // four perfect shuffles of 16 rows are a transpose
-        UNROLL16 for (int i = 0; i < 16; i++) v[i] = w[i];
-        UNROLL for (int i = 0; i < 8; i++) {
-            w[2 * i] = lower_shuffled(v[i], v[i + 8]);
-            w[2 * i + 1] = upper_shuffled(v[i], v[i + 8]);
-        }
+    UNROLL for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
     }
-    UNROLL16 for (int i = 0; i < 16; i++) store(out + i * stride, w[i]);
+    UNROLL for (int i = 0; i < 4; i++) {  // r[4 q + i] has column 4 l + i of rows 4 q to 4 q + 3 in its quarter l
+        const __m512i a = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), b = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+        const __m512i c = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+        const __m512i d = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+        store(out + i * stride, _mm512_shuffle_i32x4(a, c, 0x88));
+        store(out + (8 + i) * stride, _mm512_shuffle_i32x4(a, c, 0xdd));
+        store(out + (4 + i) * stride, _mm512_shuffle_i32x4(b, d, 0x88));
+        store(out + (12 + i) * stride, _mm512_shuffle_i32x4(b, d, 0xdd));
+    }
 }

@@ -119,7 +119,7 @@ def test_each_piece_of_work_runs_once(m: int, n: int) -> None:
 
 
 def _packed_codes(matrix: layout.Matrix, data: bytes) -> torch.Tensor:
-    """The codes [n, k] of a packed matrix, by the layout at the top of tiles.h."""
+    """The codes [n, k] of a packed matrix, by the layout at the top of packed.h."""
     n_groups, n_blocks = -(-matrix.k // matrix.inputs), -(-matrix.n // 64)
     lines = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(n_blocks, n_groups, -1, 64, 4)
     if matrix.kind == layout.KINDS["int4"]:

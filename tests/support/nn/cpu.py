@@ -10,10 +10,9 @@ import torch
 from whorl.machine.native_build import BuildError, cache_folder, load_library
 from whorl.nn.cpu.library import FLAGS, FP32, source
 
-# Products of bf16 by plain loops and by tiles in plain C++, which run everywhere, by the CPU's own instructions; of fp32.
+# Products of bf16 by tiles in plain C++, which run everywhere, and by the CPU's own instructions; of fp32.
 VARIANTS = {
-    "plain": ("-DWHORL_PLAIN",), "emulated tiles": ("-DWHORL_EMULATED",), "vectors": ("-DWHORL_VECTORS",),
-    "tiles": (), "fp32": (FP32,),
+    "emulated tiles": ("-DWHORL_EMULATED",), "vectors": ("-DWHORL_VECTORS",), "tiles": (), "fp32": (FP32,),
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 // Products by tile registers (AMX): up to 32 rows by 64 outputs of a packed matrix at a time, in bf16, int8 or int4.
 //
-// The packing of tiles.h is also that of a tile register: 16 lines of 64 bytes, a line with 16 outputs times two bf16 (or four
+// The packing of packed.h is also that of a tile register: 16 lines of 64 bytes, a line with 16 outputs times two bf16 (or four
 // int8) of k. So both ways to multiply read the same packed weights:
 //
 //     rows       accumulators                  registers                 loads for four products
@@ -10,40 +10,19 @@
 // int4 codes of a block are unpacked to int8 first, once for all rows of a part. A group of fewer than 64 inputs is a tile with
 // fewer columns of x and lines of w.
 //
-// Subtle: a sum of bf16 products has another order than in tiles.h (32 of k at a time, even and odd ones apart), so bits
+// Subtle: a sum of bf16 products has another order than in packed.h (32 of k at a time, even and odd ones apart), so bits
 // differ between the two ways. They do not depend on the number of rows: one matrix is always multiplied in one way. Sums of
 // integer products are exact in int32 and equal in both ways.
 //
 // `EmulatedTiles` computes the same in plain C++, for tests on any CPU.
 #pragma once
 
-#include "emulated_tiles.h"
-#include "tiles.h"
+#include "tile_products.h"
+#include "packed.h"
 
 constexpr int TILE_ROWS = 2 * TILE_LINES;            // rows of x at a time
 constexpr int64_t BLOCK_LINE = 4 * BLOCK;            // bytes of a line of a packed block
 constexpr int64_t TILE_STEP = TILE_LINES * BLOCK_LINE;
-
-#ifdef WHORL_AMX
-struct HardwareTiles : TileRegisters {
-    template <int T>
-    INLINE void clear() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
-    template <int T>
-    INLINE void load(const void* from, int64_t stride) {
-        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
-    }
-    template <int T>
-    INLINE void store(void* to, int64_t stride) {
-        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
-    }
-    template <int C, int A, int B>
-    INLINE void add_pairs() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
-    template <int C, int A, int B>
-    INLINE void add_fours() { asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
-    template <int C, int A, int B>
-    INLINE void add_signed_fours() { asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
-};
-#endif
 
 // Which ways multiply this matrix: a group of integers must be whole tiles, or a part of one.
 INLINE bool fits_tiles(const Matrix& w) { return w.kind == BFLOAT16 || (w.inputs && (w.group % 64 == 0 || w.group < 64)); }
@@ -52,7 +31,7 @@ INLINE bool fits_tiles(const Matrix& w) { return w.kind == BFLOAT16 || (w.inputs
 INLINE int tile_columns(const Matrix& w) { return w.inputs && w.group < TILE_BYTES ? w.group : TILE_BYTES; }
 
 template <class Tiles>
-INLINE void set_shapes(Tiles& tiles, const Matrix& w, int rows) {
+INLINE void set_shapes(const Matrix& w, int rows) {
     TileShapes shapes;
     const int columns = tile_columns(w);
     for (int t : {4, 5, 6, 7})
@@ -64,17 +43,7 @@ INLINE void set_shapes(Tiles& tiles, const Matrix& w, int rows) {
         for (int t : {0, 1, 2, 3, 4}) shapes.lines[t] = uint8_t(rows);
     else
         for (int t : {2, 3, 5}) shapes.lines[t] = uint8_t(rows - TILE_LINES);
-    tiles.shape(shapes);
-}
-
-template <Kind KIND, int C, int A, int B, class Tiles>
-INLINE void add_products(Tiles& tiles) {
-    if constexpr (KIND == BFLOAT16)
-        tiles.template add_pairs<C, A, B>();
-    else if constexpr (KIND == INT8 && SHIFTED)
-        tiles.template add_fours<C, A, B>();
-    else
-        tiles.template add_signed_fours<C, A, B>();
+    Tiles::shape(shapes);
 }
 
 // int4 codes of a block -> int8 [padded k / 4][64][4].
@@ -92,70 +61,46 @@ INLINE void unpack_codes(const Matrix& w, const char* from, char* to) {
 }
 
 // Sums over `steps` tiles of k -> out [rows][64], fp32 or int32. x and w point to the first byte of k.
-template <Kind KIND, class Tiles>
-INLINE void multiply(Tiles& tiles, const char* x, int64_t stride, int rows, const char* w, int64_t steps, void* out) {
-    const auto clear = [&] {
-        tiles.template clear<0>();
-        tiles.template clear<1>();
-        tiles.template clear<2>();
-        tiles.template clear<3>();
-    };
+template <Products KIND, class Tiles>
+INLINE void multiply(const char* x, int64_t stride, int rows, const char* w, int64_t steps, void* out) {
     char* to = (char*)out;
     const int64_t line = 4 * BLOCK;  // bytes of a line of `out`
-    if (rows <= TILE_LINES) {
-        clear();
-        for (int64_t s = 0; s < steps; s++, x += TILE_BYTES, w += TILE_STEP) {
-            tiles.template load<4>(x, stride);
-            tiles.template load<5>(w, BLOCK_LINE);
-            add_products<KIND, 0, 4, 5>(tiles);
-            tiles.template load<6>(w + 64, BLOCK_LINE);
-            add_products<KIND, 1, 4, 6>(tiles);
-            tiles.template load<7>(w + 128, BLOCK_LINE);
-            add_products<KIND, 2, 4, 7>(tiles);
-            tiles.template load<5>(w + 192, BLOCK_LINE);
-            add_products<KIND, 3, 4, 5>(tiles);
-        }
-        tiles.template store<0>(to, line);
-        tiles.template store<1>(to + 64, line);
-        tiles.template store<2>(to + 128, line);
-        tiles.template store<3>(to + 192, line);
+    if (rows > TILE_LINES) {
+        const Operand left(x, stride, TILE_LINES * stride, TILE_BYTES);
+        for (int at : {0, 2 * TILE_BYTES})
+            multiply_tiles<KIND, Tiles>(left, {w + at, BLOCK_LINE, TILE_BYTES, TILE_STEP}, steps, to + at, line, false);
         return;
     }
-    const char* below = x + TILE_LINES * stride;
-    for (int side = 0; side < 2; side++) {
-        const char* half = w + 128 * side;
-        clear();
-        for (int64_t s = 0; s < steps; s++, half += TILE_STEP) {
-            tiles.template load<6>(half, BLOCK_LINE);
-            tiles.template load<4>(x + s * TILE_BYTES, stride);
-            add_products<KIND, 0, 4, 6>(tiles);
-            tiles.template load<7>(half + 64, BLOCK_LINE);
-            add_products<KIND, 1, 4, 7>(tiles);
-            tiles.template load<5>(below + s * TILE_BYTES, stride);
-            add_products<KIND, 2, 5, 6>(tiles);
-            add_products<KIND, 3, 5, 7>(tiles);
-        }
-        char* low = to + TILE_LINES * line;
-        tiles.template store<0>(to + 128 * side, line);
-        tiles.template store<1>(to + 128 * side + 64, line);
-        tiles.template store<2>(low + 128 * side, line);
-        tiles.template store<3>(low + 128 * side + 64, line);
+    clear_sums<Tiles>();
+    for (int64_t s = 0; s < steps; s++, x += TILE_BYTES, w += TILE_STEP) {
+        Tiles::template load<4>(x, stride);
+        Tiles::template load<5>(w, BLOCK_LINE);
+        add_products<KIND, Tiles, 0, 4, 5>();
+        Tiles::template load<6>(w + 64, BLOCK_LINE);
+        add_products<KIND, Tiles, 1, 4, 6>();
+        Tiles::template load<7>(w + 128, BLOCK_LINE);
+        add_products<KIND, Tiles, 2, 4, 7>();
+        Tiles::template load<5>(w + 192, BLOCK_LINE);
+        add_products<KIND, Tiles, 3, 4, 5>();
     }
+    Tiles::template store<0>(to, line);
+    Tiles::template store<1>(to + 64, line);
+    Tiles::template store<2>(to + 128, line);
+    Tiles::template store<3>(to + 192, line);
 }
 
 // Rows [row, row + rows) by a block -> out [rows][64]; the shapes are set. data: the block, of int4 unpacked.
 template <class Tiles>
-INLINE void block_by_tiles(Tiles& tiles, const Matrix& w, int64_t block, const char* data, const Rows& x, int64_t row,
-                           int rows, float* out) {
+INLINE void block_by_tiles(const Matrix& w, int64_t block, const char* data, const Rows& x, int64_t row, int rows, float* out) {
     const char* from = x.data + row * x.stride;
-    if (w.kind == BFLOAT16) return multiply<BFLOAT16>(tiles, from, x.stride, rows, data, padded(w) / 32, out);
+    if (w.kind == BFLOAT16) return multiply<PAIRS, Tiles>(from, x.stride, rows, data, padded(w) / 32, out);
     const int64_t n_groups = groups(w), steps = w.group / tile_columns(w);
     alignas(64) int32_t sums[TILE_ROWS * BLOCK];
     for (int64_t g = 0; g < n_groups; g++, from += w.group, data += w.group * BLOCK) {
         if (w.kind == INT8)
-            multiply<INT8>(tiles, from, x.stride, rows, data, steps, sums);
+            multiply<SHIFTED ? FOURS : SIGNED_FOURS, Tiles>(from, x.stride, rows, data, steps, sums);
         else
-            multiply<INT4>(tiles, from, x.stride, rows, data, steps, sums);
+            multiply<SIGNED_FOURS, Tiles>(from, x.stride, rows, data, steps, sums);
         const int64_t at = (block * n_groups + g) * BLOCK;
         for (int p = 0; p < BLOCK; p += WIDTH) {
             const Lanes scale = load_scales(w, at + p);

@@ -131,6 +131,12 @@ INLINE void all_values_of(const float* p, const float* correction, const float* 
     for (; column < d; column += WIDTH) values_of<QN, 1>(p, correction, v, column, from, to, out, d);
 }
 
+// Whether keys start .. start + 15 are in [from, to).
+INLINE Ints seen_lanes(int start, int from, int to) {
+    const Ints key = lane_numbers() + start;
+    return (key >= from) & (key < to);
+}
+
 // Convert one query's scores of a tile to probabilities relative to its running maximum, in place; returns the correction.
 // [from, to) are the visible keys. `scales` of int8 keys and values are [2][32], or null. Those of values become a factor of the
 // result.
@@ -140,14 +146,13 @@ INLINE float soften(float* scores, const float* scales, int from, int to, float 
         store(scores + WIDTH, Lanes{});
         return 1.0f;
     }
-    const Ints lane = lane_numbers();
     Lanes s[2];
     Ints seen[2];
     for (int h = 0; h < 2; h++) {
         s[h] = load_lanes(scores + h * WIDTH);
         if (scales) s[h] *= load_lanes(scales + h * WIDTH);
         if (softcap != 0) s[h] = softcap * tanh_lanes(s[h] / softcap);
-        seen[h] = (lane + h * WIDTH >= from) & (lane + h * WIDTH < to);
+        seen[h] = seen_lanes(h * WIDTH, from, to);
         s[h] = choose(seen[h], s[h], all(LOWEST));
     }
     const float highest = max_of(max_lanes(s[0], s[1]));
@@ -166,15 +171,16 @@ INLINE float soften(float* scores, const float* scales, int from, int to, float 
 }
 
 // y = out / sum for the n queries of a key head; a sink is one more number in the sum. d: width of `out`.
+// `most` is in units of 1 / unit, in which `power` computes e^x.
 INLINE void divide_by_sums(const Heads& h, int64_t kv, int64_t n, const float* most, const float* sum, float* out, int64_t d,
-                           float* y, int64_t y_stride) {
+                           float* y, int64_t y_stride, float unit = 1.0f, Lanes (*power)(Lanes) = exp_lanes) {
     const int64_t group = h.n_heads / h.n_kv_heads;
     for (int64_t i = 0; i < n; i++) {
         float total = sum[i];
         if (h.sink) {
-            const float sink = h.sink[kv * group + i % group], now = sink > most[i] ? sink : most[i];
-            const float shrink = exp_lanes(all(most[i] - now))[0];
-            total = total * shrink + exp_lanes(all(sink - now))[0];
+            const float sink = h.sink[kv * group + i % group] * unit, now = sink > most[i] ? sink : most[i];
+            const float shrink = power(all(most[i] - now))[0];
+            total = total * shrink + power(all(sink - now))[0];
             for (int64_t c = 0; c < d; c++) out[i * d + c] *= shrink;
         }
         float* to = y + i / group * y_stride + i % group * h.head_dim;

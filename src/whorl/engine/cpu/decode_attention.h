@@ -18,11 +18,6 @@
 
 #include "decode_blocks.h"
 
-INLINE Lanes seen_lanes(Lanes v, int start, int from, int to, float otherwise) {
-    const Ints lane = lane_numbers();
-    return choose((lane + start >= from) & (lane + start < to), v, all(otherwise));
-}
-
 // As `soften` for a chunk. v_scale: of int8 values, or null. Weights p v_scale replace the scores; returns the largest of them.
 INLINE float soften_chunk(float* scores, const float* v_scale, const Unit* units, int n_units, int from, int to, float softcap,
                           float& most, float& sum, float& correction) {
@@ -36,17 +31,17 @@ INLINE float soften_chunk(float* scores, const float* v_scale, const Unit* units
     for (int u = 0; u < n_units; u++) {
         Lanes s = load_lanes(scores + u * WIDTH);
         if (softcap != 0) s = softcap * tanh_lanes(s / softcap);
-        if (partly(u)) s = seen_lanes(s, u * WIDTH, from, to, LOWEST);
+        if (partly(u)) s = choose(seen_lanes(u * WIDTH, from, to), s, all(LOWEST));
         highest = max_lanes(highest, s);
         store(scores + u * WIDTH, s);
     }
     const float here = max_of(highest), now = here > most ? here : most;
     for (int u = 0; u < n_units; u++) {
         Lanes p = exp_lanes(load_lanes(scores + u * WIDTH) - now);
-        if (partly(u)) p = seen_lanes(p, u * WIDTH, from, to, 0.0f);
+        if (partly(u)) p = choose(seen_lanes(u * WIDTH, from, to), p, Lanes{});
         total += p;
         if (v_scale) p *= units[u].scales(v_scale);
-        if (v_scale && partly(u)) p = seen_lanes(p, u * WIDTH, from, to, 0.0f);
+        if (v_scale && partly(u)) p = choose(seen_lanes(u * WIDTH, from, to), p, Lanes{});
         largest = max_lanes(largest, p);
         store(scores + u * WIDTH, p);
     }

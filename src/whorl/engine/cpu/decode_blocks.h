@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention.h"
-#include "tiles.h"
+#include "packed.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define WHORL_INTEGER_PRODUCTS 1

@@ -22,7 +22,7 @@ ACTIVATIONS = {
 MAX_NGRAM_ORDERS = 4  # of n-gram tables
 MATRIX_ALIGNMENT = 64  # bytes: alignment of every matrix
 TILE_BYTES = 64  # of k in a tile register (amx.h)
-METHODS: dict[str, int] = {"vectors": 0, "tiles": 1, "emulated tiles": 2}  # of a product; Method in tiles.h
+METHODS: dict[str, int] = {"vectors": 0, "tiles": 1, "emulated tiles": 2}  # of a product; Method in packed.h
 TILES_FEATURE = 8  # bit of `whorl_features`
 
 Fields = list[tuple[str, Any]]

@@ -2,34 +2,9 @@
 //
 // No dependency on torch. The caller owns all memory. Ids and page numbers, which could make a kernel write out of bounds, are
 // checked before the first write; the result code names the error.
-#include <cstdlib>
-#include <new>
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #include "sampling.h"
 #include "step.h"
 #include "summary.h"
-
-char* Room::at_least(size_t wanted) {
-    if (wanted <= bytes) return (char*)data;
-    free(data);
-    data = nullptr;
-    const size_t page = wanted >= (size_t(1) << 22) ? size_t(1) << 21 : 4096;
-    bytes = (wanted + wanted / 4 + page - 1) / page * page;
-    data = aligned_alloc(page, bytes);
-    if (!data) {
-        bytes = 0;
-        throw std::bad_alloc();
-    }
-#ifdef MADV_HUGEPAGE
-    if (page > 4096) madvise(data, bytes, MADV_HUGEPAGE);
-#endif
-    return (char*)data;
-}
-
-Room::~Room() { free(data); }
 
 enum Answer : int32_t { FINE = 0, BAD_ID, BAD_PAGE, NO_MEMORY };
 
@@ -72,6 +47,16 @@ static void find_last_pieces(const Batch& batch, int64_t most, std::vector<Piece
         else
             pieces.push_back({int32_t(row), at, at + 1});
     }
+}
+
+template <class F>
+static int32_t run_guarded(F work) {
+    try {
+        work();
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+    return FINE;
 }
 
 template <class T>
@@ -162,7 +147,7 @@ void whorl_packed_bytes(const Matrix* w, int64_t* bytes) {
 // Requests large pages for [from, from + bytes) where they fit, also after the memory has been written.
 void whorl_large_pages(void* from, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
-    const size_t large = size_t(1) << 21, first = (size_t(from) + large - 1) / large * large;
+    const size_t large = LARGE_PAGE, first = (size_t(from) + large - 1) / large * large;
     const size_t last = (size_t(from) + size_t(bytes)) / large * large;
     if (last <= first) return;
     madvise((void*)first, last - first, MADV_HUGEPAGE);
@@ -197,7 +182,7 @@ void whorl_close(void* step) { delete (Step*)step; }
 // y [m][n] = x [m][k] w^T; cap: of logits, or 0.
 int32_t whorl_product(void* step, const Matrix* w, const float* x, int64_t m, float* y, int32_t activation, float cap,
                       int32_t threads) {
-    try {
+    return run_guarded([&] {
         Step& s = *(Step*)step;
         const Rows into = s.input.reserve(*w, m).rows(*w);
         const Target to{activation ? ACTIVATE : PUT, y, w->gated ? w->n / 2 : w->n, Activation(activation), cap};
@@ -205,36 +190,25 @@ int32_t whorl_product(void* step, const Matrix* w, const float* x, int64_t m, fl
             team.share_rows(m, [&](int64_t i) { ready_row(w, rows, i, x + i * w.k); });
             product(team, w, rows, m, to);
         });
-    } catch (const std::bad_alloc&) {
-        return NO_MEMORY;
-    }
-    return FINE;
+    });
 }
 
 int32_t whorl_step(void* step, const Model* model, const Batch* batch, float* logits, int32_t threads) {
     const int32_t answer = check(*model, *batch);
     if (answer != FINE) return answer;
-    try {
+    return run_guarded([&] {
         if (batch->cache_kind == BFLOAT16)
             run<bf16>(*model, *batch, *(Step*)step, logits, threads);
         else if (batch->cache_kind == INT8)
             run<int8_t>(*model, *batch, *(Step*)step, logits, threads);
         else
             run<float>(*model, *batch, *(Step*)step, logits, threads);
-    } catch (const std::bad_alloc&) {
-        return NO_MEMORY;
-    }
-    return FINE;
+    });
 }
 
 // Draws one token from each row of logits [rows][n].
 int32_t whorl_sample(void* step, const float* logits, int64_t rows, int64_t n, const Sampling* to, int32_t threads) {
-    try {
-        sample_rows(*(Step*)step, logits, rows, n, *to, nullptr, 0, threads);
-    } catch (const std::bad_alloc&) {
-        return NO_MEMORY;
-    }
-    return FINE;
+    return run_guarded([&] { sample_rows(*(Step*)step, logits, rows, n, *to, nullptr, 0, threads); });
 }
 
 // Decode steps of rows of one position, and the tokens drawn from them, until each row has ended or has its limit of tokens.
@@ -244,13 +218,10 @@ int32_t whorl_decode(void* step, const Model* model, const Batch* batch, const S
     std::vector<int64_t> number(size_t(now.rows));
     for (int64_t row = 0; row < now.rows; row++) number[size_t(row)] = row;
     for (int64_t at = 0; at < to->most && now.rows; at++) {
-        const int32_t answer = whorl_step(step, model, &now, logits, threads);
+        int32_t answer = whorl_step(step, model, &now, logits, threads);
+        if (answer == FINE)
+            answer = run_guarded([&] { sample_rows(*(Step*)step, logits, now.rows, model->vocab, *to, number.data(), at, threads); });
         if (answer != FINE) return answer;
-        try {
-            sample_rows(*(Step*)step, logits, now.rows, model->vocab, *to, number.data(), at, threads);
-        } catch (const std::bad_alloc&) {
-            return NO_MEMORY;
-        }
         next_inputs(*model, now, *to, number, (int64_t*)now.ids, (int32_t*)now.lengths, (int64_t*)now.before, at);
         if (to->until_ended && batch->rows - now.rows >= to->until_ended) break;
     }

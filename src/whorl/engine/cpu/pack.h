@@ -1,4 +1,4 @@
-// Pack weights into the order of tiles.h, once; convert activations to the type of a weight, at every product.
+// Pack weights into the order of packed.h, once; convert activations to the type of a weight, at every product.
 //
 // A gated MLP's matrix is [gate; up], and its output is act(gate_i) * up_i. Its rows are packed 32 of the gate, then the
 // matching 32 of up. So a block of 64 outputs gives 32 final numbers without an intermediate write.

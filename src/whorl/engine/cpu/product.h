@@ -2,6 +2,7 @@
 #pragma once
 
 #include "pack.h"
+#include "room.h"
 #include "team.h"
 
 // Names as in nn/mlp.py; the gated ones last.
@@ -85,18 +86,10 @@ using TileOf = void (*)(const Matrix&, int64_t, const Rows&, int64_t, Ahead, flo
 template <bool FAR>
 static const TileOf tiles[] = {tile_of<1, FAR>, tile_of<2, FAR>, tile_of<3, FAR>, tile_of<4, FAR>, tile_of<5, FAR>, tile_of<6, FAR>};
 
-// Memory that only grows, on large pages if the system provides them.
-struct Room {
-    void* data = nullptr;
-    size_t bytes = 0;
-    char* at_least(size_t wanted);
-    ~Room();
-};
-
 // The rows of a part by one block, in steps of TILE_ROWS.
 template <class Tiles>
 inline void part_by_tiles(const Matrix& w, int64_t block, const Rows& x, int64_t first, int64_t end, const Target& to) {
-    Tiles tiles;
+    [[maybe_unused]] const Tiles tiles;  // the registers are this thread's while it lives
     alignas(64) float tile[TILE_ROWS * BLOCK];
     const char* data = (const char*)w.data + block * block_bytes(w);
     if (w.kind == INT4) {
@@ -108,8 +101,8 @@ inline void part_by_tiles(const Matrix& w, int64_t block, const Rows& x, int64_t
     int shaped = 0;
     for (int64_t row = first; row < end; row += TILE_ROWS) {
         const int rows = int(end - row < TILE_ROWS ? end - row : TILE_ROWS);
-        if (rows != shaped) set_shapes(tiles, w, shaped = rows);
-        block_by_tiles(tiles, w, block, data, x, row, rows, tile);
+        if (rows != shaped) set_shapes<Tiles>(w, shaped = rows);
+        block_by_tiles<Tiles>(w, block, data, x, row, rows, tile);
         finish(w, block, tile, row, rows, to);
     }
 }
@@ -157,7 +150,7 @@ inline void product(Team& team, const Matrix& w, const Rows& x, int64_t m, const
         const int64_t first = n_units * part / parts * unit, last = n_units * (part + 1) / parts * unit;
         const int64_t end = last < m ? last : m;
 #ifdef WHORL_AMX
-        if (method == TILES) return part_by_tiles<HardwareTiles>(w, block, x, first, end, to);
+        if (method == TILES) return part_by_tiles<TileRegisters>(w, block, x, first, end, to);
 #endif
         if (method == EMULATED_TILES) return part_by_tiles<EmulatedTiles>(w, block, x, first, end, to);
         part_by_vectors(w, block, x, first, end, to);

@@ -108,7 +108,7 @@ struct Run {
                     if (first + i > 0) {  // k itself is not changed: the next position reads it
                         const auto* before = raw + cache.at(h, pages, kv, first + i - 1);
                         for (int64_t c = 0; c < hd; c++)
-                            key[c] += layer.smear[kv] * ((i > 0 ? k[c - qkv_width] : get(before + c)) - key[c]);
+                            key[c] += layer.smear[kv] * ((i > 0 ? k[c - qkv_width] : widen(before[c])) - key[c]);
                     }
                     for (int64_t c = 0; c < hd; c++) put(raw + at + c, k[c]);
                 };
@@ -139,7 +139,7 @@ struct Run {
         if constexpr (sizeof(T) < 4) {
             const bool by_tiles = attends_by_tiles(h, layer.qkv) && n * group >= MIN_TILE_QUERIES;
 #ifdef WHORL_AMX
-            if (by_tiles && layer.qkv.method == TILES) return run(attend_by_tiles<HardwareTiles, T>);
+            if (by_tiles && layer.qkv.method == TILES) return run(attend_by_tiles<TileRegisters, T>);
 #endif
             if (by_tiles && layer.qkv.method == EMULATED_TILES) return run(attend_by_tiles<EmulatedTiles, T>);
 #ifdef __AVX512BF16__

@@ -52,15 +52,6 @@ INLINE Lanes power_of_two(Lanes x) {
 #endif
 }
 
-INLINE void store_narrow(bf16* to, Lanes x) {
-#ifdef __AVX512BF16__
-    const __m256bh half = _mm512_cvtneps_pbh((__m512)x);
-    memcpy(to, &half, sizeof half);
-#else
-    for (int i = 0; i < WIDTH; i++) to[i] = narrow(x[i]);
-#endif
-}
-
 // As `soften`, for 64 scores -> probabilities in bf16. Scores and `most` are in units of log2, unless they are capped here.
 // Sums of 16 lanes are added at the end.
 INLINE float soften64(const float* scores, bf16* probabilities, int from, int to, float softcap, float& most, Lanes& sum) {
@@ -69,21 +60,20 @@ INLINE float soften64(const float* scores, bf16* probabilities, int from, int to
         memset(probabilities, 0, TILE_KEYS * sizeof(bf16));
         return 1.0f;
     }
-    const Ints lane = lane_numbers();
     const bool partly = from > 0 || to < TILE_KEYS;
     Lanes s[4], highest = all(LOWEST);
     UNROLL for (int h = 0; h < 4; h++) {
         s[h] = load_lanes(scores + h * WIDTH);
         if (softcap != 0) s[h] = log2e * softcap * tanh_lanes(s[h] / softcap);
-        if (partly) s[h] = choose((lane + h * WIDTH >= from) & (lane + h * WIDTH < to), s[h], all(LOWEST));
+        if (partly) s[h] = choose(seen_lanes(h * WIDTH, from, to), s[h], all(LOWEST));
         highest = max_lanes(highest, s[h]);
     }
     const float here = max_of(highest), now = here > most ? here : most;
     Lanes total{};
     UNROLL for (int h = 0; h < 4; h++) {
         Lanes p = power_of_two(s[h] - now);
-        if (partly) p = (Lanes)((Ints)p & ((lane + h * WIDTH >= from) & (lane + h * WIDTH < to)));
-        store_narrow(probabilities + h * WIDTH, p);
+        if (partly) p = (Lanes)((Ints)p & seen_lanes(h * WIDTH, from, to));
+        store(probabilities + h * WIDTH, p);
         total += p;
     }
     const float correction = now == most ? 1.0f : power_of_two(all(most - now))[0];
@@ -118,8 +108,8 @@ INLINE void turn_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pag
             for (int j = 0; j < TILE_LINES; j++)
                 for (int64_t c = 0; c < d; c += WIDTH) {
                     const int64_t from = at + j * stride + c, row = at / d + j;
-                    store_narrow(short_rows + j * d + c, load_lanes(cache.k + from) * cache.k_scale[row]);
-                    store_narrow(short_rows + (TILE_LINES + j) * d + c, load_lanes(cache.v + from) * cache.v_scale[row]);
+                    store(short_rows + j * d + c, load_lanes(cache.k + from) * cache.k_scale[row]);
+                    store(short_rows + (TILE_LINES + j) * d + c, load_lanes(cache.v + from) * cache.v_scale[row]);
                 }
         }
         for (int64_t c = 0; c < d / 32; c++) {
@@ -140,74 +130,6 @@ INLINE void turn_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pag
     }
 }
 
-// c = a b, or c + a b with `ADD`. c: [32][32] fp32. a: [32][32 steps] bf16.
-// b: two columns of tiles with pairs of rows; the columns are `b_column` floats apart, the `steps` tiles `b_step` floats.
-template <bool ADD, class Tiles>
-INLINE void add_pair_products(Tiles& tiles, const bf16* a, int64_t a_stride, const float* b, int64_t b_column, int64_t b_step,
-                              int64_t steps, float* c, int64_t c_stride) {
-    const bf16* a_below = a + TILE_LINES * a_stride;
-    float* below = c + TILE_LINES * c_stride;
-    if constexpr (ADD) {
-        tiles.template load<0>(c, 4 * c_stride);
-        tiles.template load<1>(c + WIDTH, 4 * c_stride);
-        tiles.template load<2>(below, 4 * c_stride);
-        tiles.template load<3>(below + WIDTH, 4 * c_stride);
-    } else {
-        tiles.template clear<0>();
-        tiles.template clear<1>();
-        tiles.template clear<2>();
-        tiles.template clear<3>();
-    }
-    for (int64_t s = 0; s < steps; s++) {
-        tiles.template load<4>(a + 32 * s, 2 * a_stride);
-        tiles.template load<6>(b + s * b_step, 64);
-        tiles.template add_pairs<0, 4, 6>();
-        tiles.template load<7>(b + b_column + s * b_step, 64);
-        tiles.template add_pairs<1, 4, 7>();
-        tiles.template load<5>(a_below + 32 * s, 2 * a_stride);
-        tiles.template add_pairs<2, 5, 6>();
-        tiles.template add_pairs<3, 5, 7>();
-    }
-    tiles.template store<0>(c, 4 * c_stride);
-    tiles.template store<1>(c + WIDTH, 4 * c_stride);
-    tiles.template store<2>(below, 4 * c_stride);
-    tiles.template store<3>(below + WIDTH, 4 * c_stride);
-}
-
-#ifdef __AVX512BF16__
-// Stands for the tile registers of a CPU that has only products of vectors of bf16 pairs.
-struct PairVectors {
-    void shape(const TileShapes&) {}
-};
-
-template <bool ADD>
-INLINE void add_pair_products(PairVectors&, const bf16* a, int64_t a_stride, const float* b, int64_t b_column, int64_t b_step,
-                              int64_t steps, float* c, int64_t c_stride) {
-    constexpr int ROWS = 8;
-    for (int row = 0; row < GROUP; row += ROWS, a += ROWS * a_stride, c += ROWS * c_stride) {
-        Lanes low[ROWS], high[ROWS];
-        UNROLL for (int i = 0; i < ROWS; i++) {
-            low[i] = ADD ? load_lanes(c + i * c_stride) : Lanes{};
-            high[i] = ADD ? load_lanes(c + i * c_stride + WIDTH) : Lanes{};
-        }
-        for (int64_t s = 0; s < steps; s++)
-            for (int line = 0; line < TILE_LINES; line++) {
-                const float* from = b + s * b_step + line * WIDTH;
-                const auto left = load<__m512bh>(from), right = load<__m512bh>(from + b_column);
-                UNROLL for (int i = 0; i < ROWS; i++) {
-                    const __m512bh both = (__m512bh)_mm512_set1_epi32(load<int32_t>(a + i * a_stride + 32 * s + 2 * line));
-                    low[i] = (Lanes)_mm512_dpbf16_ps((__m512)low[i], left, both);
-                    high[i] = (Lanes)_mm512_dpbf16_ps((__m512)high[i], right, both);
-                }
-            }
-        UNROLL for (int i = 0; i < ROWS; i++) {
-            store(c + i * c_stride, low[i]);
-            store(c + i * c_stride + WIDTH, high[i]);
-        }
-    }
-}
-#endif
-
 // Arguments as of `attend`.
 template <class Tiles, class T>
 void attend_by_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t kv, int64_t position,
@@ -225,7 +147,7 @@ void attend_by_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pages
     for (int64_t i = 0; i < padded_n; i++) {
         const float* from = q + i / group * q_stride + i % group * d;
         for (int64_t c = 0; c < d; c += WIDTH)
-            store_narrow(queries + i * d + c, i < n ? load_lanes(from + c) * scale : Lanes{});
+            store(queries + i * d + c, i < n ? load_lanes(from + c) * scale : Lanes{});
         most[i] = LOWEST;
         sum[i] = Lanes{};
     }
@@ -238,8 +160,9 @@ void attend_by_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pages
         for (int64_t r = 0; r < n; r += GROUP) {
             if (position + (r + GROUP - 1) / group < start) continue;  // all keys are later
             for (int side = 0; side < 4; side += 2)
-                add_pair_products<false>(tiles, queries + r * d, d, keys + side * (d / 32) * tile, d / 32 * tile, tile, d / 32,
-                                         scores + side * WIDTH, TILE_KEYS);
+                multiply_tiles<PAIRS, Tiles>({queries + r * d, 2 * d, 2 * TILE_LINES * d, TILE_BYTES},
+                                             {keys + side * (d / 32) * tile, TILE_BYTES, 4 * (d / 32) * tile, 4 * tile}, d / 32,
+                                             scores + side * WIDTH, 4 * TILE_KEYS, false);
             for (int64_t i = 0; i < GROUP; i++) {
                 const int64_t own = position + (r + i) / group - start;  // position among the 64
                 const int64_t low = h.window > 0 && own - h.window + 1 > 0 ? own - h.window + 1 : 0;
@@ -251,19 +174,11 @@ void attend_by_tiles(const Heads& h, const Cache<T>& cache, const int32_t* pages
                         store(out + (r + i) * d + c, load_lanes(out + (r + i) * d + c) * correction);
             }
             for (int64_t c = 0; c < d / 16; c += 2)
-                add_pair_products<true>(tiles, probabilities, TILE_KEYS, values + c * tile, tile, d / 16 * tile, 2,
-                                        out + r * d + c * WIDTH, d);
+                multiply_tiles<PAIRS, Tiles>({probabilities, 2 * TILE_KEYS, 2 * TILE_LINES * TILE_KEYS, TILE_BYTES},
+                                             {values + c * tile, TILE_BYTES, 4 * tile, 4 * (d / 16) * tile}, 2,
+                                             out + r * d + c * WIDTH, 4 * d, true);
         }
     }
-    for (int64_t i = 0; i < n; i++) {
-        float total = sum_lanes(sum[i]);
-        if (h.sink) {
-            const float sink = h.sink[kv * group + i % group] * log2e, now = sink > most[i] ? sink : most[i];
-            const float shrink = power_of_two(all(most[i] - now))[0];
-            total = total * shrink + power_of_two(all(sink - now))[0];
-            for (int64_t c = 0; c < d; c++) out[i * d + c] *= shrink;
-        }
-        float* to = y + i / group * y_stride + i % group * d;
-        for (int64_t c = 0; c < d; c++) to[c] = out[i * d + c] / total;
-    }
+    for (int64_t i = 0; i < n; i++) scores[i] = sum_lanes(sum[i]);
+    divide_by_sums(h, kv, n, most, scores, out, d, y, y_stride, log2e, power_of_two);
 }

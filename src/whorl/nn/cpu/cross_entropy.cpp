@@ -4,11 +4,10 @@
 //
 // A row is read once from memory: its exponentials stay in cache until the gradient is written.
 #include "numbers.h"
+#include "threads.h"
 
 #include <cmath>
 #include <cstdlib>
-#include <thread>
-#include <vector>
 
 template <class T>
 struct Rows {
@@ -56,19 +55,13 @@ struct Rows {
 // All rows on `threads` threads; returns 1 without memory.
 template <class T>
 static int32_t run(const Rows<T>& job, int64_t rows, float* sums, int32_t threads) {
-    const int64_t n = threads < rows ? (threads > 0 ? threads : 1) : (rows > 0 ? rows : 1);
-    std::vector<double> parts(2 * n, 0.0);
-    std::vector<int32_t> failed(n, 0);
-    std::vector<std::thread> others;
-    for (int64_t t = 1; t < n; t++)
-        others.emplace_back([&, t] { failed[t] = job.run(t * rows / n, (t + 1) * rows / n, &parts[2 * t]); });
-    failed[0] = job.run(0, rows / n, &parts[0]);
-    for (auto& one : others) one.join();
+    std::vector<double> parts(2 * std::max(1, threads));
+    if (split(rows, threads, [&](int64_t first, int64_t last, int64_t part) { return job.run(first, last, &parts[2 * part]); }))
+        return 1;
     double total = 0.0, nll = 0.0;
-    for (int64_t t = 0; t < n; t++) {
-        if (failed[t]) return 1;
-        total += parts[2 * t];
-        nll += parts[2 * t + 1];
+    for (size_t i = 0; i < parts.size(); i += 2) {
+        total += parts[i];
+        nll += parts[i + 1];
     }
     sums[0] = float(total);
     sums[1] = float(nll);

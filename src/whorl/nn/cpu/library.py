@@ -85,7 +85,7 @@ def native_library(name: str, *flags: str) -> ctypes.CDLL | None:
 
 
 def product_library(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return the library of `NAME.cpp` for bf16 or fp32 as `native_library`, or None where it would multiply by plain loops.
+    """Return the library of `NAME.cpp` for bf16 or fp32 as `native_library`, or None where it would emulate tiles.
 
     Where tiles are compiled, but not permitted (logged once), it is the library without them.
     """

@@ -12,38 +12,9 @@
 
 #include <algorithm>
 
-static thread_local Scratch scratch;
+static thread_local Room scratch;
 constexpr int64_t FORWARD_ROWS = 64;
 constexpr int64_t SECTION_BYTES = 3 << 18;
-
-static inline void narrow(const float* from, number* to, int64_t n) {
-    for (int64_t c = 0; c < n; c += SIDE) store(to + c, load(from + c));
-}
-
-// W [n][k] as the right operand of X W^T, in the order [n / 16][k / 32].
-static void pack_transposed(const float* w, int64_t rows, int64_t columns, number* to) {
-    alignas(64) number block[SIDE * DEPTH];
-    for (int64_t n = 0; n < rows; n += SIDE)
-        for (int64_t k = 0; k < columns; k += DEPTH, to += TILE) {
-            for (int64_t i = 0; i < SIDE; i++) narrow(w + (n + i) * columns + k, block + i * DEPTH, DEPTH);
-            turn_right(block, DEPTH, to);
-        }
-}
-
-#ifndef WHORL_FP32  // where that of operands.h has the same argument types
-// W [k][n] as the right operand of X W, in the order [n / 16][k / 32].
-static void pack(const float* w, int64_t rows, int64_t columns, number* to) {
-    alignas(64) number low[BLOCK], high[BLOCK];
-    const int64_t steps = rows / DEPTH;
-    for (int64_t k = 0; k < rows; k += 2)
-        for (int64_t n = 0; n < columns; n += BLOCK) {
-            narrow(w + k * columns + n, low, BLOCK);
-            narrow(w + (k + 1) * columns + n, high, BLOCK);
-            number* at = to + (n / SIDE * steps + k / DEPTH) * TILE + k % DEPTH * SIDE;
-            interleave(low, high, at, at + steps * TILE);
-        }
-}
-#endif
 
 // to [rows][columns] = from [rows][depth], in blocks, times a packed right operand.
 static void product(const number* from, int64_t depth, const number* right, int64_t rows, int64_t columns, float* sums,
@@ -65,8 +36,8 @@ int32_t whorl_mlp(const number* x, const float* up, const float* down, number* r
     number *right_up = scratch.take<number>(width * hidden), *right_down = scratch.take<number>(width * hidden);
     number* a = scratch.take<number>(FORWARD_ROWS * hidden);
     float* sums = scratch.take<float>(AREA);
-    pack_transposed(up, hidden, width, right_up);
-    pack_transposed(down, width, hidden, right_down);
+    pack_transposed(up, width, hidden, width, right_up);
+    pack_transposed(down, hidden, width, hidden, right_down);
     const int64_t steps = width / DEPTH;
     const WholeTiles tiles;
     for (int64_t start = 0; start < rows; start += FORWARD_ROWS) {

@@ -5,8 +5,6 @@
 #endif
 #include "tile_registers.h"
 
-INLINE float widen(float x) { return x; }
-
 // x in the type of `to`.
 INLINE void assign(float& to, float x) { to = x; }
 INLINE void assign(bf16& to, float x) { to = bf16(rounded(x)); }

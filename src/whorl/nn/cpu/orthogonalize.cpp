@@ -8,14 +8,6 @@
 #include "operands.h"
 
 #include <cmath>
-#include <thread>
-#include <vector>
-
-// X^T as a right operand: 16 rows by 32 columns of X a tile, in the order [row / 16][column / 32].
-static void pack_transposed(const number* x, int64_t rows, int64_t columns, number* to) {
-    for (int64_t n = 0; n < rows; n += SIDE)
-        for (int64_t k = 0; k < columns; k += DEPTH, to += TILE) turn_right(x + n * columns + k, columns, to);
-}
 
 struct Orthogonalize {
     int64_t rows, columns;
@@ -25,7 +17,7 @@ struct Orthogonalize {
     size_t bytes() const { return sizeof(number) * (2 * rows * columns + 3 * rows * rows) + 4 * AREA + 1024; }
 
     // x: [rows][columns], overwritten with the result.
-    void matrix(number* x, Scratch& scratch) const {
+    void matrix(number* x, Room& scratch) const {
         const int64_t r = rows, c = columns;
         number *right = scratch.take<number>(r * c), *next = scratch.take<number>(r * c), *gram = scratch.take<number>(r * r);
         number *right_gram = scratch.take<number>(r * r), *polynomial = scratch.take<number>(r * r);
@@ -39,13 +31,13 @@ struct Orthogonalize {
         number *from = x, *to = next;
         for (int64_t round = 0; round < rounds; round++) {
             const float *abc = coefficients + 3 * round, a = abc[0], b = abc[1], q = abc[2];
-            pack_transposed(from, r, c, right);
+            pack_transposed(from, c, r, c, right);
             for (int64_t i = 0; i < r; i += BLOCK)
                 for (int64_t j = 0; j <= i; j += BLOCK) {
                     multiply(from + i * c, c, DEPTH, SIDE * c, right + j * c, SIDE * c, c / DEPTH, sums, BLOCK, false);
                     write_symmetric(sums, i, j, gram);
                 }
-            pack_transposed(gram, r, r, right_gram);  // G is its own transpose
+            pack_transposed(gram, r, r, r, right_gram);  // G is its own transpose
             for (int64_t i = 0; i < r; i += BLOCK)
                 for (int64_t j = 0; j <= i; j += BLOCK) {
                     multiply(gram + i * r, r, DEPTH, SIDE * r, right_gram + j * r, SIDE * r, r / DEPTH, sums, BLOCK, false);
@@ -93,25 +85,6 @@ extern "C" {
 int32_t whorl_orthogonalize(number* matrices, int64_t n, int64_t rows, int64_t columns, const float* coefficients, int64_t rounds,
                             int32_t threads) {
     const Orthogonalize job = {rows, columns, coefficients, rounds};
-    const int64_t used = threads < n ? (threads > 0 ? threads : 1) : (n > 0 ? n : 1);
-    std::vector<int32_t> failed(used, 0);
-    const auto work = [&](int64_t t) {
-        static thread_local Scratch scratch;
-        const WholeTiles tiles;
-        for (int64_t i = t * n / used; i < (t + 1) * n / used; i++) {
-            if (!scratch.reserve(job.bytes())) {
-                failed[t] = 1;
-                return;
-            }
-            job.matrix(matrices + i * rows * columns, scratch);
-        }
-    };
-    std::vector<std::thread> others;
-    for (int64_t t = 1; t < used; t++) others.emplace_back(work, t);
-    work(0);
-    for (auto& one : others) one.join();
-    for (int32_t one : failed)
-        if (one) return 1;
-    return 0;
+    return each_with_room(n, threads, job.bytes(), [&](int64_t i, Room& scratch) { job.matrix(matrices + i * rows * columns, scratch); });
 }
 }

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-static thread_local Scratch scratch;
+static thread_local Room scratch;
 constexpr int64_t SECTION_BYTES = 1 << 18, SECTION_ROWS = 256;
 constexpr int64_t PANEL = 128;  // outputs whose dY is turned together: adjacent lines of a row
 
