@@ -14,10 +14,11 @@ from tests.support.router.fake_replica import FakeReplica, event, running
 from tests.support.router.harness import LONG, async_test, breaking, rest, status_and_code, world
 
 from whorl.errors import ConfigError
+from whorl.http.draining_server import DrainingServer
 from whorl.router.breaker import RetryBudget
 from whorl.router.metrics import SLO
 from whorl.router.proxy import SSEFramer
-from whorl.router.router import _DrainingServer, make_router, request_block_hashes, serve_router
+from whorl.router.router import make_router, request_block_hashes, serve_router
 from whorl.router.routing_policy import RoutingPolicy
 
 JSON = {"content-type": "application/json"}
@@ -472,7 +473,7 @@ async def test_openai_client_maps_router_errors() -> None:
 def test_router_excludes_libraries_from_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.unfreeze()
     frozen: list[int] = []
-    monkeypatch.setattr(_DrainingServer, "run", lambda self: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(DrainingServer, "run", lambda self: frozen.append(gc.get_freeze_count()))
     serve_router(make_router({}), "127.0.0.1", 0)
     gc.unfreeze()
     assert frozen[0] > 10_000

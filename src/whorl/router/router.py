@@ -29,18 +29,14 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import logging
 import random
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
-from types import FrameType
 from typing import Any
 
 import httpx2 as httpx
 import orjson
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -51,7 +47,7 @@ from starlette.types import Receive, Scope, Send
 from whorl.errors import ConfigError
 from whorl.http.answers import no_cookies
 from whorl.http.bodies import Bodies, ClientDisconnected
-from whorl.http.connections import uvicorn_limits
+from whorl.http.draining_server import DrainingServer, server_config
 from whorl.http.guard import RefusedError, headers_of, target_of
 from whorl.http.hosts import cross_site_problem, http_address, is_local_name, is_loopback, print_pages
 from whorl.http.json_text import json_text_problem
@@ -64,7 +60,6 @@ from whorl.router.proxy import Guard, Proxy, ProxyRequest, ProxyResponse, error_
 from whorl.router.replica_pool import HEALTH_CHECK_SECONDS, ReplicaPool
 from whorl.router.routing_policy import RoutingPolicy
 
-LOG = logging.getLogger("whorl.router")
 MAX_BODY_BYTES = 32 << 20
 BODY_SECONDS = 30.0  # within which a request body must arrive
 IN_FLIGHT_BYTES = 256 << 20  # of all bodies; one client may have half
@@ -142,6 +137,9 @@ class ReplicaRouter:
         """Wait until no request is in progress."""
         while self.in_flight:
             await asyncio.sleep(0.02)
+
+    def abort(self) -> None:
+        """Leave the requests in flight to be cancelled by the server."""
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -300,55 +298,6 @@ def make_router(
     return ReplicaRouter(pool, **settings)
 
 
-class _DrainingServer(uvicorn.Server):
-    """uvicorn server that keeps its port open while it drains: /health reports it, and new requests get 503."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        router: ReplicaRouter,
-        grace: float,
-        on_ready: Callable[[], None],
-        on_force_exit: Callable[[], None],
-    ) -> None:
-        super().__init__(config)
-        self.router, self.grace = router, grace
-        self._on_ready, self._on_force_exit = on_ready, on_force_exit
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal, exit at the second. The signal is not stored: uvicorn would change the exit code."""
-        if self.router.draining or self._loop is None:
-            self.should_exit = self.force_exit = True
-            self._on_force_exit()
-        else:
-            self.router.draining = True
-            self._loop.call_soon_threadsafe(self._start_drain)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close, and end the lifespan also at a second signal, where uvicorn leaves its task to be cancelled."""
-        await super().shutdown(sockets)
-        if self.force_exit:
-            await self.lifespan.shutdown()
-
-    def _start_drain(self) -> None:
-        self._task = asyncio.ensure_future(self._drain())
-
-    async def _drain(self) -> None:
-        try:
-            await asyncio.wait_for(self.router.wait_drained(), self.grace)
-        except TimeoutError:
-            LOG.warning("%d requests were aborted", self.router.in_flight)
-        self.should_exit = True
-
-
 def serve_router(
     router: ReplicaRouter,
     host: str,
@@ -369,9 +318,7 @@ def serve_router(
     """
     router.local_only = is_loopback(host) and not router.requires_keys
     router.pool.keys_required = not is_loopback(host) and not no_auth
-    config = uvicorn.Config(
-        router.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=2, **uvicorn_limits()
-    )
+    config = server_config(router.app, host=host, port=port, timeout_graceful_shutdown=2)
 
     def print_addresses() -> None:
         print(f"routing to {len(router.pool.replicas)} servers", file=sys.stderr)
@@ -379,7 +326,7 @@ def serve_router(
 
     prepare_server_process()
     with suppress(SystemExit):  # uvicorn raises it if the startup failed
-        _DrainingServer(config, router, grace, print_addresses, on_force_exit).run()
+        DrainingServer(config, router, grace, print_addresses, on_force_exit).run()
     if router.startup_error is not None:
         raise router.startup_error
 

@@ -97,6 +97,23 @@ class AppState:
         self.metrics.http_requests.labels(path, str(status)).inc()
 
     @property
+    def in_flight(self) -> int:
+        """Running sequences."""
+        return len(self.worker.streams)
+
+    async def wait_drained(self) -> None:
+        """Wait until no sequence runs."""
+        await self.worker.wait_drained()
+
+    def abort(self) -> None:
+        """End all running sequences with an error."""
+        error = ApiError(
+            503, "the server shut down before the output was complete", code="shutdown", retry_after=1
+        )
+        for stream in list(self.worker.streams.values()):
+            stream.end_with_error(error)
+
+    @property
     def status(self) -> str:
         if self.worker.error is not None:
             return "failed"

@@ -28,6 +28,7 @@ from starlette.responses import Response
 from whorl.evals.arena.arena import AnswerMissingError, ModelArena
 from whorl.evals.arena.arena_log import Battle, UnknownBattleError, VoteConflictError
 from whorl.evals.arena.battles import Choice
+from whorl.http.draining_server import server_config
 from whorl.http.hosts import http_address, is_loopback
 from whorl.http.server_process import prepare_server_process
 from whorl.http.shares import Shares
@@ -39,7 +40,7 @@ from whorl.serve.errors import ApiError, OrjsonResponse
 from whorl.serve.middleware.admission import AdmissionMiddleware, client_of
 from whorl.serve.middleware.auth import KeyLimits, KeyStore
 from whorl.serve.page_files import add_page_routes
-from whorl.serve.server import raise_fd_limit, uvicorn_config
+from whorl.serve.server import raise_fd_limit
 
 T = TypeVar("T")
 MAX_PROMPT = 100_000  # characters
@@ -202,6 +203,6 @@ def run_arena_server(
     """Serve connections of `sock` until a signal. Calls `on_ready` with the URL."""
     raise_fd_limit()
     prepare_server_process()
-    server = uvicorn.Server(uvicorn_config(create_arena_app(state)))
+    server = uvicorn.Server(server_config(create_arena_app(state)))
     on_ready(http_address(state.config.host, sock.getsockname()[1]))
     server.run(sockets=[sock])

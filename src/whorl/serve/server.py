@@ -1,91 +1,21 @@
-"""The server process: uvicorn, signals, draining.
-
-After the first SIGTERM or Ctrl-C the server keeps its port open and drains: /health returns "draining", /health/ready 503,
-and new requests get 503 with retry-after. Running sequences get at most `drain_seconds`. Then the process exits with code 0.
-A second signal ends it immediately.
-
-uvicorn alone closes its port at the signal, so a load balancer would see refused connections and mark the server as dead.
-"""
+"""The process of a server: its address, its keys, its limit of files, and its run."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import os
 import resource
 import socket
 from collections.abc import Callable
-from types import FrameType
-
-import uvicorn
-from fastapi import FastAPI
 
 from whorl.errors import ConfigError
-from whorl.http.connections import uvicorn_limits
+from whorl.http.draining_server import DrainingServer, server_config
 from whorl.http.hosts import http_address, is_loopback, print_pages
 from whorl.http.server_process import prepare_server_process
 from whorl.serve.api.app import create_app
 from whorl.serve.app_state import LIMITS_FOLDER, AppState
 from whorl.serve.config import ServeConfig
-from whorl.serve.errors import ApiError
 from whorl.serve.middleware.auth import KeyStore
-
-LOG = logging.getLogger("whorl.serve")
-FLUSH_SECONDS = 5  # for responses that are written but not yet sent
-
-
-class DrainingServer(uvicorn.Server):
-    """uvicorn server that drains before it closes."""
-
-    def __init__(self, config: uvicorn.Config, state: AppState) -> None:
-        super().__init__(config)
-        self.state = state
-        self._drain: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start the drain. The signal is not stored: uvicorn would raise it again and change the exit code."""
-        if self.state.draining or self._loop is None:
-            self.should_exit = self.force_exit = True
-        else:
-            self.state.draining = True
-            self._loop.call_soon_threadsafe(self.drain)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close. At a second signal also end streams and lifespan, whose tasks uvicorn leaves to be cancelled."""
-        if self.force_exit:
-            self._end_streams()
-        await super().shutdown(sockets)
-        if self.force_exit:
-            await self.lifespan.shutdown()
-
-    def drain(self) -> None:
-        """Reject new requests from now on and close when no sequence runs. Called in the event loop."""
-        self.state.draining = True
-        if self._drain is None:
-            self._drain = asyncio.get_running_loop().create_task(self._drain_and_exit())
-
-    async def _drain_and_exit(self) -> None:
-        running = len(self.state.worker.streams)
-        LOG.warning("draining: %d running sequences get %g s", running, self.state.config.drain_seconds)
-        try:
-            await asyncio.wait_for(self.state.worker.wait_drained(), self.state.config.drain_seconds)
-        except TimeoutError:
-            LOG.warning("%d sequences were ended", len(self.state.worker.streams))
-            self._end_streams()
-        self.should_exit = True
-
-    def _end_streams(self) -> None:
-        error = ApiError(
-            503, "the server shut down before the output was complete", code="shutdown", retry_after=1
-        )
-        for stream in list(self.state.worker.streams.values()):
-            stream.end_with_error(error)
 
 
 def check_auth_required(config: ServeConfig, no_auth: bool = False) -> None:
@@ -131,26 +61,12 @@ def run_server(
     port = sock.getsockname()[1]
     raise_fd_limit()
     prepare_server_process()
-    server = DrainingServer(uvicorn_config(create_app(state), log_level), state)
+    server = DrainingServer(server_config(create_app(state), log_level), state, config.drain_seconds)
     url = http_address(config.host, port)
     on_ready(url)
     if LIMITS_FOLDER not in os.environ:
         print_pages(url)
     server.run(sockets=[sock])
-
-
-def uvicorn_config(app: FastAPI, log_level: str = "warning") -> uvicorn.Config:
-    """Return the settings of a server: keep-alive, bounds on connections, time to send what is written."""
-    return uvicorn.Config(
-        app,
-        log_level=log_level,
-        access_log=False,
-        lifespan="on",
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=FLUSH_SECONDS,
-        server_header=False,
-        **uvicorn_limits(),
-    )
 
 
 def bind_socket(config: ServeConfig) -> socket.socket:

@@ -18,9 +18,10 @@ from tests.support.evals.backend import by_text
 from whorl.evals.arena.arena import AnswerSettings, ModelArena
 from whorl.evals.arena.arena_log import ArenaLog
 from whorl.evals.model.requests import Response
+from whorl.http.draining_server import server_config
 from whorl.serve.arena import ArenaState, create_arena_app
 from whorl.serve.config import ServeConfig
-from whorl.serve.server import bind_socket, uvicorn_config
+from whorl.serve.server import bind_socket
 
 Answer = Callable[[str], str | Response]
 NAMES = ("sparrow", "heron")
@@ -56,7 +57,7 @@ def arena_server(
     arena = ModelArena(models, log, np.random.default_rng(0), settings or AnswerSettings())
     state = ArenaState(arena, ServeConfig(port=0, **config), prompts, random.Random(0))
     listener = bind_socket(state.config)
-    server = uvicorn.Server(uvicorn_config(create_arena_app(state)))
+    server = uvicorn.Server(server_config(create_arena_app(state)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

@@ -14,19 +14,18 @@ import httpx
 import openai
 import pytest
 import torch
-import uvicorn
 
 from tests.support.tiny import decoder_config
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Delta
 from whorl.evals.model.sampling import open_engine
-from whorl.http.connections import uvicorn_limits
+from whorl.http.draining_server import DrainingServer, server_config
 from whorl.models import Transformer
 from whorl.serve.api.app import create_app
 from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
-from whorl.serve.server import DrainingServer, bind_socket
+from whorl.serve.server import bind_socket
 from whorl.serve.worker.model_loading import served_model
 from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tokens.tokenizer import Tokenizer
@@ -73,9 +72,8 @@ class Running:
         self.socket = bind_socket(api.config)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = DrainingServer(
-            uvicorn.Config(create_app(api), log_level="warning", lifespan="on", **uvicorn_limits()), api
-        )
+        config = server_config(create_app(api), timeout_keep_alive=5, timeout_graceful_shutdown=None)
+        self.server = DrainingServer(config, api, api.config.drain_seconds)
         self.began = threading.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
