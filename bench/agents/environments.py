@@ -43,7 +43,7 @@ def main() -> None:
     for name in TENSOR_ENVIRONMENTS:
         ours[name] = make_env(name, N)
         ours[name].reset(0)
-        n = ours[name].n_actions
+        n = ours[name].spaces.n_actions
         drawn = rng.integers(0, n, (50, N)) if n else rng.uniform(-2, 2, (50, N, 1)).astype(np.float32)
         actions[name] = drawn
     vector = gymnasium.make_vec("CartPole-v1", N, vectorization_mode="vector_entry_point")

@@ -25,9 +25,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, smoke
 
-from whorl.agents.config import make_config
+from whorl.agents.methods.registration import make_config
 from whorl.agents.networks import ActorCritic
-from whorl.agents.train import TrainingProgress, evaluate, train
+from whorl.agents.task import TrainingProgress, evaluate, train
 from whorl.train.learner.loop import StopTraining
 
 BAR, EVALUATE_EVERY, MAX_STEPS = 475.0, 1024, 100_000

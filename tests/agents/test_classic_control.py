@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from whorl.agents import TENSOR_ENVIRONMENTS, make_env
-from whorl.agents.classic_control import GridWorld
+from whorl.agents.environments.grids import GridWorld
 from whorl.errors import ConfigError
 
 gymnasium = pytest.importorskip("gymnasium")
 
 
 def actions(environment: Any, rng: np.random.Generator) -> torch.Tensor:
-    if environment.n_actions is None:
+    if environment.spaces.n_actions is None:
         return torch.from_numpy(rng.uniform(-2.5, 2.5, (environment.num_envs, 1)).astype(np.float32))
-    return torch.from_numpy(rng.integers(0, environment.n_actions, environment.num_envs))
+    return torch.from_numpy(rng.integers(0, environment.spaces.n_actions, environment.num_envs))
 
 
 @pytest.mark.parametrize("name", TENSOR_ENVIRONMENTS)
@@ -42,7 +42,7 @@ def test_transitions_match_gymnasium(name: str) -> None:
         action = actions(ours, rng)
         found = ours.step(action)
         for i, single in enumerate(references):
-            taken = int(action[i]) if ours.n_actions is not None else action[i].numpy()
+            taken = int(action[i]) if ours.spaces.n_actions is not None else action[i].numpy()
             seen, reward, terminated, truncated, _ = single.step(taken)
             wanted = np.eye(16)[seen] if lake else seen
             assert np.allclose(found.final_observation[i].numpy(), wanted, rtol=1e-5, atol=1e-6)
@@ -94,7 +94,7 @@ def test_episode_ends_have_both_observations(name: str) -> None:
 
 def test_gymnasium_environments_step() -> None:
     environment = make_env("MountainCarContinuous-v0", 3)
-    assert environment.observation_shape == (2,) and environment.n_actions is None
+    assert environment.spaces.observation_shape == (2,) and environment.spaces.n_actions is None
     assert environment.reset(seed=0).shape == (3, 2)
     for _ in range(999):
         found = environment.step(torch.zeros(3, 1))
@@ -102,7 +102,7 @@ def test_gymnasium_environments_step() -> None:
     assert (found.observation != found.final_observation).any(dim=1).all()
     environment.close()
     cliff = make_env("CliffWalking-v1", 2)
-    assert cliff.observation_shape == (48,) and cliff.n_actions == 4
+    assert cliff.spaces.observation_shape == (48,) and cliff.spaces.n_actions == 4
     assert cliff.reset(seed=0).sum() == 2
     cliff.close()
 

@@ -12,9 +12,10 @@ import torch
 from tests.support.recipes.align_steps import logs_of, run_text
 
 from whorl.agents import make_env
+from whorl.agents.methods.registration import make_config
 from whorl.agents.networks import ActorCritic
 from whorl.agents.rollout import Actor, rollout_spec
-from whorl.agents.train import evaluate
+from whorl.agents.task import evaluate
 from whorl.errors import ConfigError
 from whorl.slots import Board, FIFOReader, SerialProducer, SlotRing
 
@@ -62,15 +63,16 @@ def test_actions_are_clipped_to_each_dimension(space: str) -> None:
     """The rollout keeps the action as it was drawn, and its log-probability."""
     name = f"Endless-{space}-v0"
     environment = make_env(name, 4)
-    networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
+    config = make_config("a2c", name, n_envs=4, n_steps=50, hidden=(8,))
+    networks = ActorCritic(environment.spaces, (8,), torch.Generator().manual_seed(0))
     board = Board.from_tensors(dict(networks.named_parameters()))
-    ring = SlotRing(rollout_spec(environment, 50), 1)
-    with FIFOReader(ring, [SerialProducer(ring, Actor(name, 4, (8,), 7), board=board)]) as reader:
+    ring = SlotRing(rollout_spec(environment.spaces, 4, 50), 1)
+    with FIFOReader(ring, [SerialProducer(ring, Actor(config, 7), board=board)]) as reader:
         record = {n: t.clone() for n, t in next(reader).tensors().items()}
     assert record["reward"].eq(1).all() and record["action"].abs().max() > 1.5
     means = networks.policy(record["observation"][:-1])
     assert torch.allclose(networks.log_prob(means, record["action"]), record["behaviour_log_prob"], atol=1e-5)
-    assert evaluate(networks, name, 3, 0, max_steps=5) == [5.0] * 3
+    assert evaluate(config, networks, 3, 0, max_steps=5) == [5.0] * 3
 
 
 def test_nearest_element_of_box_is_taken() -> None:

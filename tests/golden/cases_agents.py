@@ -6,9 +6,8 @@ from functools import partial
 
 from golden_case import Result, case, weight_hash
 
-from whorl.agents.config import make_config
-from whorl.agents.networks import ActorCritic
-from whorl.agents.train import TrainingProgress, train
+from whorl.agents.methods.registration import make_config
+from whorl.agents.task import TrainingProgress, train
 
 CHANGES: dict[str, dict[str, object]] = {
     "a2c": {"steps": 20 * 16 * 8},
@@ -20,7 +19,7 @@ CHANGES: dict[str, dict[str, object]] = {
 def _agent(algorithm: str) -> Result:
     curve: list[float] = []
 
-    def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
+    def observe(progress: TrainingProgress, networks: object) -> None:
         curve.append(progress.metrics["loss"])
 
     networks = train(make_config(algorithm, "CartPole-v1", hidden=(16,), **CHANGES[algorithm]), observe)

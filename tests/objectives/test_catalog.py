@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from whorl.agents.config import Algorithm as AgentAlgorithm
+from whorl.agents.methods.registration import METHODS
 from whorl.align.config import PREFERENCE_OBJECTIVES, Divergence
 from whorl.align.rl.config import ALGORITHMS
 from whorl.objectives.catalog import CATALOG, ObjectiveInfo
@@ -27,7 +27,7 @@ def test_catalog_imports_without_torch() -> None:
 
 def test_catalog_covers_every_configured_objective() -> None:
     names = {
-        *ALGORITHMS, *get_args(AgentAlgorithm), *PREFERENCE_OBJECTIVES, *get_args(Divergence),
+        *ALGORITHMS, *METHODS, *PREFERENCE_OBJECTIVES, *get_args(Divergence),
     }  # fmt: skip
     assert names | PRESETS.keys() | {"next_token", "sft", "reward_model", "info_nce"} <= CATALOG.keys()
     assert all(name == info.name and "\n" not in info.formula for name, info in CATALOG.items())

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from whorl.agents.config import parse_config
+from whorl.agents.methods.registration import parse_config
 from whorl.errors import ConfigError, example_setting, fields_at
 from whorl.evals.tasks.config import parse_task
 from whorl.recipes import load_recipe

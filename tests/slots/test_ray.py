@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.support.slots.dying_producers import CannotBegin, Dies
 from tests.support.slots.examples import SPEC, Acts, Draws, Fails, expected_records, filled, publish, read
 from tests.support.slots.examples import open_reader as open_reader_of
 
 from whorl.errors import ConfigError, ProducerError
-from whorl.slots import Board, FIFOReader, ReplayReader, SlotRing
+from whorl.slots import Board, FIFOReader, SlotRing
 from whorl.slots.ray import RayProducer
 
 ray = pytest.importorskip("ray")
@@ -46,12 +45,6 @@ def test_ray_producers_use_board_weights(ray_cluster: Any) -> None:
             lags.append(board.version - slot.policy_version)
             publish(board, version + 1)
     assert lags == [0, 1, 1, 1, 1]
-
-
-def test_replay_reader_with_ray_producers(ray_cluster: Any) -> None:
-    ring, rng = SlotRing(SPEC, 5), np.random.default_rng(0)
-    with ReplayReader(ring, [RayProducer(ring, Draws())], 3, rng, learning_starts=2) as reader:
-        assert all(int(s.data.label) == s.sequence for _ in range(4) for s in next(reader).slots)
 
 
 def test_ray_actor_that_hangs_raises(ray_cluster: Any) -> None:

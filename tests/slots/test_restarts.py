@@ -11,15 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.support.slots.dying_producers import CannotBegin, Dies, DiesReading, Leaves
-from tests.support.slots.examples import SPEC, Draws, Fails, expected_records, open_reader, read, record_read
+from tests.support.slots.examples import Draws, Fails, expected_records, open_reader, read, record_read
 from tests.support.slots.processes import has_exited, wait_until
 
 from whorl.errors import ProducerError
-from whorl.slots import Board, ProducerProcess, ReplayReader, SlotRing, SlotState
+from whorl.slots import Board, SlotState
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -110,15 +109,6 @@ def test_restart_without_process_raises(monkeypatch: pytest.MonkeyPatch) -> None
         os.kill(reader.producers[0].pid, signal.SIGKILL)
         with pytest.raises(ProducerError, match=r"SIGKILL.*, and cannot be restarted: no process is left"):
             read(reader, 2)
-
-
-def test_replay_continues_after_restart(tmp_path: Path) -> None:
-    ring, expected = SlotRing(SPEC, 5), expected_records(8, producers=2)
-    producers = [ProducerProcess(ring, Dies(folder=tmp_path), seed=7, number=i, restarts=1) for i in range(2)]
-    with ReplayReader(ring, producers, 3, np.random.default_rng(0), learning_starts=2) as reader:
-        for slot in (slot for _ in range(6) for slot in next(reader).slots):
-            assert record_read(slot) == expected[slot.sequence]
-    assert (tmp_path / "2").exists()
 
 
 @pytest.mark.parametrize("order", ["sequence", "ready"])

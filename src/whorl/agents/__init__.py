@@ -1,7 +1,6 @@
-"""Environments, and presets of reinforcement-learning algorithms that train in them."""
+"""Environments, and methods of reinforcement learning that train in them."""
 
-from whorl.agents.classic_control import TENSOR_ENVIRONMENTS
-from whorl.agents.environments import BatchedEnvironment, Environment, Transition
-from whorl.agents.registration import make_env
+from whorl.agents.environments.environment import BatchedEnvironment, Environment, Transition
+from whorl.agents.environments.registration import TENSOR_ENVIRONMENTS, make_env
 
 __all__ = ["TENSOR_ENVIRONMENTS", "BatchedEnvironment", "Environment", "Transition", "make_env"]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from whorl.agents.environments import Environment
+from whorl.agents.environments.environment import Spaces
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,13 @@ class ActionEvaluation:
     value: Tensor
 
 
-def mlp(sizes: Sequence[int], output_gain: float, generator: torch.Generator) -> nn.Sequential:
-    """Return linear layers with tanh between them."""
+def mlp(
+    sizes: Sequence[int],
+    output_gain: float,
+    generator: torch.Generator,
+    activation: type[nn.Module] = nn.Tanh,
+) -> nn.Sequential:
+    """Return linear layers with an activation between them."""
     layers: list[nn.Module] = []
     for number, (n_in, n_out) in enumerate(pairwise(sizes)):
         last = number == len(sizes) - 2
@@ -36,7 +42,7 @@ def mlp(sizes: Sequence[int], output_gain: float, generator: torch.Generator) ->
         with torch.no_grad():
             nn.init.orthogonal_(linear.weight, output_gain if last else math.sqrt(2), generator=generator)
             linear.bias.zero_()
-        layers += [linear] if last else [linear, nn.Tanh()]
+        layers += [linear] if last else [linear, activation()]
     return nn.Sequential(*layers)
 
 
@@ -46,14 +52,14 @@ class ActorCritic(nn.Module):
     Discrete actions have logits; vector actions have a Gaussian with a learned log-width.
     """
 
-    def __init__(self, environment: Environment, hidden: Sequence[int], generator: torch.Generator) -> None:
+    def __init__(self, spaces: Spaces, hidden: Sequence[int], generator: torch.Generator) -> None:
         super().__init__()
-        n_in = math.prod(environment.observation_shape)
-        self.discrete = environment.n_actions is not None
-        n_out = environment.n_actions or environment.action_size
+        n_in = math.prod(spaces.observation_shape)
+        self.discrete = spaces.n_actions is not None
+        n_out = spaces.n_actions or spaces.action_size
         self.policy = mlp([n_in, *hidden, n_out], 0.01, generator)
         self.value = mlp([n_in, *hidden, 1], 1.0, generator)
-        self.log_width = None if self.discrete else nn.Parameter(torch.zeros(environment.action_size))
+        self.log_width = None if self.discrete else nn.Parameter(torch.zeros(spaces.action_size))
 
     def values(self, observation: Tensor) -> Tensor:
         """Return values [...] for observations [..., d]."""
@@ -98,3 +104,25 @@ class ActorCritic(nn.Module):
         assert self.log_width is not None
         each = 0.5 + 0.5 * math.log(2 * math.pi) + self.log_width
         return ActionEvaluation(self.log_prob(output, action), each.sum().expand(len(value)), value)
+
+
+class QNetworks(nn.Module):
+    """Values of discrete actions: `q`, and `target`, which holds earlier weights of it."""
+
+    def __init__(
+        self, spaces: Spaces, hidden: Sequence[int], generator: torch.Generator, *, duelling: bool = False
+    ) -> None:
+        super().__init__()
+        assert spaces.n_actions is not None
+        n_in = math.prod(spaces.observation_shape)
+        sizes = [n_in, *hidden, spaces.n_actions + duelling]
+        self.q = nn.Sequential(mlp(sizes, 0.01, generator, nn.ReLU), *([Duelling()] if duelling else []))
+        self.target = deepcopy(self.q).requires_grad_(False)
+
+
+class Duelling(nn.Module):
+    """Map a value and advantages [..., 1 + A] to values of actions [..., A]."""
+
+    def forward(self, output: Tensor) -> Tensor:
+        value, advantage = output[..., :1], output[..., 1:]
+        return value + advantage - advantage.mean(dim=-1, keepdim=True)

@@ -8,87 +8,85 @@ The actor stores log-probabilities of the weights that acted. The slot's header 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whorl.agents.environments import Environment
-from whorl.agents.networks import ActorCritic
-from whorl.agents.registration import make_env
+from whorl.agents.environments.environment import Spaces, step_fields
+from whorl.agents.environments.registration import make_env
+from whorl.agents.exploration import Exploration
+from whorl.agents.methods.method import MethodConfig
+from whorl.agents.methods.registration import make_method
+from whorl.errors import ConfigError
 from whorl.slots import BoardReader, Slot, Spec
+from whorl.slots.spec import FieldSpec
 
 STEP_FIELDS = ("observation", "action", "reward", "terminated", "truncated", "final_observation")
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """T steps of B environments with discrete actions. `observation` has T + 1 steps, the last after step T."""
+    """T steps of B environments.
 
-    observation: Annotated[NDArray[np.float32], "T1", "B", "D"]
-    final_observation: Annotated[NDArray[np.float32], "T", "B", "D"]
-    action: Annotated[NDArray[np.int64], "T", "B"]
-    behaviour_log_prob: Annotated[NDArray[np.float32], "T", "B"]
-    reward: Annotated[NDArray[np.float32], "T", "B"]
-    terminated: Annotated[NDArray[np.bool_], "T", "B"]
-    truncated: Annotated[NDArray[np.bool_], "T", "B"]
+    observation: [T + 1, B, d], flattened, the last after step T; fp32, or uint8 for pixels. final_observation: [T, B, d].
+    action: [T, B] int64, or [T, B, k] fp32. cost: [T, B], only in environments with costs. The others: [T, B].
+    """
 
-
-@dataclass(frozen=True)
-class ContinuousRollout:
-    """Like `Rollout`, with actions that are vectors of K numbers."""
-
-    observation: Annotated[NDArray[np.float32], "T1", "B", "D"]
-    final_observation: Annotated[NDArray[np.float32], "T", "B", "D"]
-    action: Annotated[NDArray[np.float32], "T", "B", "K"]
-    behaviour_log_prob: Annotated[NDArray[np.float32], "T", "B"]
-    reward: Annotated[NDArray[np.float32], "T", "B"]
-    terminated: Annotated[NDArray[np.bool_], "T", "B"]
-    truncated: Annotated[NDArray[np.bool_], "T", "B"]
+    observation: NDArray[Any]
+    final_observation: NDArray[Any]
+    action: NDArray[Any]
+    behaviour_log_prob: NDArray[np.float32]
+    reward: NDArray[np.float32]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    cost: NDArray[np.float32]
 
 
-def rollout_spec(environment: Environment, n_steps: int) -> Spec[Any]:
-    """Return the slot spec of `n_steps` steps of all copies. Observations are flattened."""
-    sizes = {
-        "T": n_steps, "T1": n_steps + 1, "B": environment.num_envs, "D": int(np.prod(environment.observation_shape))
-    }  # fmt: skip
-    if environment.n_actions is not None:
-        return Spec.from_dataclass(Rollout, **sizes)
-    return Spec.from_dataclass(ContinuousRollout, **sizes, K=environment.action_size)
+def rollout_spec(spaces: Spaces, n_envs: int, n_steps: int) -> Spec[Rollout]:
+    """Return the slot spec of `n_steps` steps of `n_envs` environments."""
+    fields = step_fields(spaces)
+    fields["final_observation"] = fields["observation"]
+    rows = {name: n_steps + (name == "observation") for name in fields}
+    return Spec(Rollout, {n: FieldSpec((rows[n], n_envs, *f.shape), f.dtype) for n, f in fields.items()})
 
 
 @dataclass
 class Actor:
-    """Producer that acts in `num_envs` copies of an environment with the board's newest weights.
+    """Producer that acts in `config.n_envs` copies of an environment with the board's newest weights.
 
     It pickles small: environments and networks are created in the process that runs it. `seed` seeds the environments
     and must differ between actors.
     """
 
-    environment: str
-    num_envs: int
-    hidden: Sequence[int]
+    config: MethodConfig
     seed: int
 
     def setup(self) -> None:
         """Create the environments and the networks. `fill` calls it if it was not called before."""
         torch.set_num_threads(1)
-        self._envs = make_env(self.environment, self.num_envs)
-        self._networks = ActorCritic(self._envs, self.hidden, torch.Generator())
+        self._envs = make_env(self.config.environment, self.config.n_envs)
+        self._method = make_method(self.config, self._envs.spaces)
+        self._networks = self._method.make_networks(torch.Generator())
         self._observation = self._envs.reset(self.seed).flatten(1)
+        self._exploration = Exploration(self.config.exploration, self._envs.spaces, self.config.n_envs)
+        self._steps = 0
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the state that determines the next rollout, without weights; empty if the environment has none."""
         state = self._envs.state_dict()
-        return {**state, "seen": self._observation} if state else {}
+        own = {f"exploration/{name}": t for name, t in self._exploration.state.items()}
+        return {**state, **own, "seen": self._observation} if state else {}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Restore the state of another actor."""
         self._envs.load_state_dict(state)
         self._observation = state.get("seen", self._observation)
+        self._exploration.state = {
+            n: state[f"exploration/{n}"].clone() for n in self._exploration.state if state
+        }
 
     @torch.no_grad()
     def fill(self, slot: Slot[Any], weights: BoardReader, rng: np.random.Generator) -> int:
@@ -97,18 +95,15 @@ class Actor:
             self.setup()
         weights.load_into(self._networks)
         rollout = slot.tensors()
-        envs, networks, observation = self._envs, self._networks, self._observation
-        n_steps = len(rollout["reward"])
+        envs, method, networks, observation = self._envs, self._method, self._networks, self._observation
+        n_steps, n_envs = rollout["reward"].shape
         generator = torch.Generator().manual_seed(slot.seed)
-        noise = (
-            torch.rand(n_steps, self.num_envs, generator=generator)
-            if networks.discrete
-            else torch.randn(n_steps, self.num_envs, envs.action_size, generator=generator)
-        )
-        outputs, steps = [], {name: list[torch.Tensor]() for name in STEP_FIELDS}
+        done = slot.sequence / (self.config.n_rollouts * self.config.rollouts_per_step)
+        self._exploration.start(n_steps, generator, done)
+        outputs, costs, steps = [], [], {name: list[torch.Tensor]() for name in STEP_FIELDS}
         for t in range(n_steps):
             steps["observation"].append(observation)
-            action, output = networks.act(observation, noise[t])
+            action, output = self._exploration.act(method, networks, observation, t)
             outputs.append(output)
             transition = envs.step(action)
             steps["action"].append(action)
@@ -116,10 +111,24 @@ class Actor:
             steps["terminated"].append(transition.terminated)
             steps["truncated"].append(transition.truncated)
             steps["final_observation"].append(transition.final_observation.flatten(1))
+            if transition.cost is not None:
+                costs.append(transition.cost)
+            if self._exploration.state:
+                self._exploration.end_step(transition.terminated | transition.truncated)
             observation = transition.observation.flatten(1)
         steps["observation"].append(observation)
         for name, values in steps.items():  # stacked once: the cost is per operation, not per byte
             torch.stack(values, out=rollout[name])
-        rollout["behaviour_log_prob"][:] = networks.log_prob(torch.stack(outputs), rollout["action"])
+        rollout["behaviour_log_prob"][:] = method.log_prob(networks, torch.stack(outputs), rollout["action"])
+        rollout["cost"].copy_(torch.stack(costs)) if costs else rollout["cost"].zero_()
+        if not np.isfinite(slot.data.reward).all():
+            t, copy = np.argwhere(~np.isfinite(slot.data.reward))[0]
+            raise ConfigError(
+                f"the reward of {self.config.environment} is {slot.data.reward[t, copy]} at step {self._steps + t + 1} of "
+                f"copy {copy}",
+                expected="a finite number",
+                do="correct the environment's reward",
+            )
+        self._steps += n_steps
         self._observation = observation
-        return n_steps * self.num_envs
+        return n_steps * n_envs

@@ -198,6 +198,12 @@ _POLICY_GRADIENTS = [
         _OBJECTIVES + "actor_critic",
     ),
     (
+        "dqn",
+        "huber(Q(s, a) - r - g max_b Q'(s', b))",
+        "Mnih et al. 2015, doi:10.1038/nature14236",
+        _OBJECTIVES + "action_value",
+    ),
+    (
         "value_loss",
         "max((V - R)^2, (clip(V, V_old - e, V_old + e) - R)^2) / 2",
         "Schulman et al. 2017, arXiv:1707.06347 (its code)",

@@ -15,7 +15,7 @@ RECIPE = """
 name = "poles"
 [steps.ppo]
 uses = "agents"
-algorithm = "ppo"
+method = "ppo"
 environment = "CartPole-v1"
 steps = 8192
 seeds = 2
@@ -50,8 +50,8 @@ def test_curve_page_shows_all_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("ppo.algorithm=sarsa", "unknown algorithm 'sarsa'"),
-        ("ppo.settings={ speed = 3 }", "unknown agent setting 'speed'"),
+        ("ppo.method=sarsas", "unknown method 'sarsas'"),
+        ("ppo.settings={ speed = 3 }", "unknown setting 'speed' of ppo"),
         ("ppo.settings={ learning_rate = -1 }", "learning_rate: "),
         ("ppo.environment=Nothing-v0", "unknown environment 'Nothing-v0'"),
     ],

@@ -20,8 +20,8 @@ from tests.support.configs import updated
 from tests.support.images import write_half_dark
 from tests.support.train import tiny
 from tests.support.vision_tasks import caption_task, classifier_task, contrastive_task
-from whorl.agents.config import make_config
-from whorl.agents.train import train as train_agent
+from whorl.agents.methods.registration import make_config
+from whorl.agents.task import train as train_agent
 from whorl.align.data.curriculum import Curriculum
 from whorl.align.distillation.teacher import LiveTeacher
 from whorl.align.distillation.train import train_student

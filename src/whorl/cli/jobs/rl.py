@@ -11,10 +11,10 @@ from whorl.cli.options import StoreOption
 
 
 def train(
-    algorithm: Annotated[str, typer.Argument(help="a2c, ppo or impala.")],
+    method: Annotated[str, typer.Argument(help="A name of `whorl rl methods`.")],
     environment: Annotated[str, typer.Argument(help="A gymnasium name, e.g. CartPole-v1.")],
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Environment steps per seed; default: the preset's.")
+        int | None, typer.Option(min=1, help="Environment steps per seed; default: the method's.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Independent runs.")] = 5,
     episodes: Annotated[int, typer.Option(min=1, help="Evaluation episodes per seed.")] = 20,
@@ -39,19 +39,18 @@ def train(
 
         whorl rl train ppo Pendulum-v1 --steps 300000
     """
-    from whorl.agents import make_env
+    from whorl.agents.task import open_method
     from whorl.recipes import Recipe, RecipeStep, run_recipe, step_kinds
     from whorl.recipes.steps.agents import AgentsConfig
     from whorl.store import Store
     from whorl.tracking.progress import Progress
 
     config = AgentsConfig(
-        algorithm=algorithm, environment=environment, steps=steps, seeds=seeds, episodes=episodes,
+        method=method, environment=environment, steps=steps, seeds=seeds, episodes=episodes,
         episode_steps=episode_steps, settings=dict(map(_parse_setting, changes or ())),
     )  # fmt: skip
-    config.agent(0)  # raises for impossible settings before a store is made
-    make_env(environment, 1).close()
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{algorithm}-{environment}")
+    open_method(config.agent(0))  # raises for impossible settings before a store is made
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{method}-{environment}")
     recipe = Recipe("rl", "agents", {name: RecipeStep(name, step_kinds()["agents"], {}, config)})
     progress = Progress()
     artifact = run_recipe(recipe, Store(store), progress).artifacts[name]
@@ -87,3 +86,19 @@ def environments() -> None:
 
     for name, kind in TENSOR_ENVIRONMENTS.items():
         print(f"{name:<16} {(kind.__doc__ or '').strip().splitlines()[0]}")
+
+
+def methods() -> None:
+    """List the methods, with the actions that each suits.
+
+    Example:
+
+        whorl rl methods
+    """
+    import sys
+
+    from whorl.agents.methods.registration import METHODS
+
+    for name, method in METHODS.items():
+        text = (sys.modules[method.__module__].__doc__ or "").split("(")[0].strip().rstrip(".")
+        print(f"{name:<12} {method.actions:<9} {text.partition(': ')[2]}")

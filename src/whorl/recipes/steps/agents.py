@@ -23,22 +23,21 @@ from whorl.report.stages import metric_points
 from whorl.train.config import RunConfig
 
 if TYPE_CHECKING:
-    from whorl.agents.config import AgentConfig
-    from whorl.agents.networks import ActorCritic
-    from whorl.agents.train import TrainingProgress
+    from whorl.agents.methods.method import MethodConfig
+    from whorl.agents.task import TrainingProgress
 
 CURVE_POINTS = 500
 
 
 class AgentsConfig(BaseModel):
-    """Algorithm, environment and number of runs."""
+    """Method, environment and number of runs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    algorithm: str = Field(default="ppo", description="a2c, ppo or impala")
+    method: str = Field(default="ppo", description="a name of `whorl rl methods`")
     environment: str = Field(default="CartPole-v1", description="a gymnasium name, e.g. CartPole-v1")
     steps: int | None = Field(
-        default=None, ge=1, description="environment steps per seed; default: the preset's"
+        default=None, ge=1, description="environment steps per seed; default: the method's"
     )
     seed: int = Field(default=0, ge=0, description="the first seed")
     seeds: int = Field(default=5, ge=1, description="independent runs")
@@ -49,7 +48,7 @@ class AgentsConfig(BaseModel):
         description="steps after which an evaluation episode that has not ended is cut off",
     )
     run: RunConfig = Field(default=RunConfig(), description="checkpoints")
-    settings: dict[str, Any] = Field(default={}, description="overrides of the algorithm's preset")
+    settings: dict[str, Any] = Field(default={}, description="changes of the method's settings")
 
     @model_validator(mode="after")
     def _validate(self) -> AgentsConfig:
@@ -59,34 +58,34 @@ class AgentsConfig(BaseModel):
         )
         return self
 
-    def agent(self, seed: int) -> AgentConfig:
+    def agent(self, seed: int) -> MethodConfig:
         """Return all settings of one seed.
 
         Raises:
-            ConfigError: an unknown algorithm or setting, or a value out of range.
+            ConfigError: an unknown method or setting, or a value out of range.
         """
-        from whorl.agents.config import parse_config
+        from whorl.agents.methods.registration import parse_config
 
         changes = {**self.settings, "seed": seed, **({"steps": self.steps} if self.steps else {})}
-        return parse_config(self.algorithm, self.environment, changes)
+        return parse_config(self.method, self.environment, changes)
 
 
 def _with_preset(config: AgentsConfig, store: object) -> AgentsConfig:
-    """Write out every setting, so that the address changes with the presets."""
+    """Write out every setting, so that the address changes with the defaults."""
     preset = config.agent(config.seed).model_dump(mode="json")
-    settings = {n: v for n, v in preset.items() if n not in ("algorithm", "environment", "steps", "seed")}
+    settings = {n: v for n, v in preset.items() if n not in ("method", "environment", "steps", "seed")}
     return config.model_copy(update={"settings": settings, "steps": preset["steps"]})
 
 
-@step("agents", config=AgentsConfig, complete_config=_with_preset, not_hashed=("run",), version=3)
+@step("agents", config=AgentsConfig, complete_config=_with_preset, not_hashed=("run",), version=4)
 def agents(ctx: StepContext, config: AgentsConfig) -> None:
     """Train an agent over several seeds and evaluate it on separate episodes."""
     import numpy as np
 
-    from whorl.agents.registration import make_env
     from whorl.agents.seed_statistics import summarize_seeds
+    from whorl.agents.task import open_method
 
-    make_env(config.environment, 1).close()  # raises for an unusable environment before any work
+    open_method(config.agent(config.seed))  # raises for an unusable environment before any work
     results = [_train_seed(ctx, config, seed) for seed in range(config.seed, config.seed + config.seeds)]
     scores = [result["score"] for result in results]
     returns = summarize_seeds([scores], np.random.default_rng(0))
@@ -97,13 +96,13 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
     record = {**config.model_dump(mode="json"), **summary, **each}
     (ctx.out / "result.json").write_text(json.dumps(record, indent=1) + "\n")
     facts = [
-        ("algorithm", config.algorithm),
+        ("method", config.method),
         ("environment", config.environment),
         ("steps", f"{config.steps or 0:,}"),
         ("return, inter-quartile mean over the seeds", str(returns)),
         *((f"seed {r['seed']}", f"{r['score']:.1f}{_cut_off(r['truncated'], config)}") for r in results),
     ]
-    title = f"{config.algorithm.upper()} on {config.environment}"
+    title = f"{config.method.upper()} on {config.environment}"
     ctx.report.blocks.append(Facts(section=title, rows=facts))
     lines = [
         Line(name=f"seed {r['seed']}", x=[float(x) for x, _ in r["curve"]], y=[y for _, y in r["curve"]])
@@ -131,7 +130,7 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
     import numpy as np
     from safetensors.torch import save_file
 
-    from whorl.agents.train import evaluate, train
+    from whorl.agents.task import evaluate, train
     from whorl.tracking.run import write_json
     from whorl.tracking.seeds import derive
 
@@ -143,8 +142,8 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
     agent = config.agent(seed)
     lags = list[float]()
 
-    def fit(*, callback: Any, checkpoint_dir: Path, heartbeat_dir: Path, log: Any) -> ActorCritic:
-        def observe(training: TrainingProgress, _networks: ActorCritic) -> None:
+    def fit(*, callback: Any, checkpoint_dir: Path, heartbeat_dir: Path, log: Any) -> Any:
+        def observe(training: TrainingProgress, _networks: Any) -> None:
             lags.append(training.metrics["policy_lag/mean"])
             found = {"return": training.mean_return} if training.returns else {}
             callback(training.steps, {**found, **training.metrics})
@@ -157,7 +156,7 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
     every = max(1, agent.n_rollouts // CURVE_POINTS)
     result = train_stage(
         replace(ctx, name=f"{ctx.name}-seed-{seed}", scratch=ctx.scratch / f"seed-{seed}", report=StepReport()),
-        f"{config.algorithm} on {config.environment}, seed {seed}", fit, total=agent.n_rollouts * agent.rollout_steps,
+        f"{config.method} on {config.environment}, seed {seed}", fit, total=agent.n_rollouts * agent.rollout_steps,
         note=lambda metrics: f"return {metrics['return']:.1f}" if "return" in metrics else "",
         recorder=partial(
             StageRecorder, log_if=lambda steps, found: "return" in found and steps // agent.rollout_steps % every == 0
@@ -165,7 +164,7 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
     )  # fmt: skip
     with ctx.progress.task(f"evaluating seed {seed}", config.episodes, "episodes") as task:
         returns = evaluate(
-            result.trained, config.environment, config.episodes, derive(seed, "evaluation") % (1 << 31),
+            agent, result.trained, config.episodes, derive(seed, "evaluation") % (1 << 31),
             max_steps=config.episode_steps,
             observe=lambda step, running: task.update(done=config.episodes - running, note=f"step {step:,}"),
         )  # fmt: skip

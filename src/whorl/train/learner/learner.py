@@ -206,7 +206,9 @@ class UpdateState:
         self.update, self.objective, self.every = update, update.objective, update.every
         self.shared, self.process_group = learner.shared, learner.process_group
         self.named = {n: learner.parameters[n] for n in update.param_optims}
-        self.other_parameters = [p for n, p in learner.parameters.items() if n not in self.named]
+        trained = [p for p in learner.parameters.values() if p.requires_grad]
+        # Gradients that the update drops are not computed. None: all, which suits every kind of autograd function.
+        self.inputs = list(self.named.values()) if len(self.named) < len(trained) else None
         shapes = {n: p.shape for n, p in self.named.items()}
         self.local_shard = partition_parameters(update, shapes, self.process_group.size)[
             self.process_group.rank
@@ -260,7 +262,7 @@ class UpdateState:
         """Add the gradients of a micro-batch's summed loss (times the loss scale, if any)."""
         scaler = self.update.loss_scaler
         scale = None if scaler is None else torch.full_like(loss.total, scaler.scale)
-        loss.total.backward(scale)  # type: ignore[no-untyped-call]
+        loss.total.backward(scale, inputs=self.inputs)  # type: ignore[no-untyped-call]
         buffers, gradients = [], []
         for name, p in self.named.items():
             gradient, p.grad = p.grad, None
@@ -282,8 +284,6 @@ class UpdateState:
                 hook.on_micro_batch(gradients, float(loss.count), 1.0 if scaler is None else scaler.scale)
             put = torch._foreach_copy_ if self.no_gradients else torch._foreach_add_
             put(buffers, gradients)
-        for p in self.other_parameters:
-            p.grad = None
         self.no_gradients = False
         for key, value in (("loss", loss.total), ("loss_tokens", loss.count), *loss.metrics.items()):
             self.metric_sums[key] = self.metric_sums.get(key, 0.0) + value.detach().double()

@@ -1,8 +1,6 @@
 """Train an agent: the loop of `train/learner/loop.py` over rollouts.
 
-The code specific to actor-critics is `rollout_minibatches`. It evaluates a rollout's states with the newest values,
-estimates advantages (GAE, or V-trace if the rollout may be stale), and yields minibatches. `rollout.Actor` acts, and
-`objectives.actor_critic` has the losses.
+`rollout.Actor` acts, and a method (`methods/method.py`) has everything that distinguishes one from another.
 
 With `actors=0` one actor runs in this process and fills a slot on demand, with the weights just published. With more,
 actors run ahead in separate processes, with the same code.
@@ -10,12 +8,12 @@ actors run ahead in separate processes, with the same code.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -23,23 +21,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.agents.config import AgentConfig
-from whorl.agents.networks import ActorCritic
-from whorl.agents.registration import make_env
+from whorl.agents.environments.environment import Spaces
+from whorl.agents.environments.registration import make_env
+from whorl.agents.methods.method import Method, MethodConfig
+from whorl.agents.methods.registration import make_method
 from whorl.agents.rollout import Actor, rollout_spec
-from whorl.objectives.actor_critic import a2c, ppo
-from whorl.objectives.advantages.estimators import Trajectory, gae, v_trace
-from whorl.objectives.next_token import Loss
 from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing
 from whorl.tracking.seeds import derive, generator
 from whorl.train.config import CheckpointConfig
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
-from whorl.train.learner.update import MicroBatch, Update, all_adamw
+from whorl.train.learner.update import MicroBatch
 from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.trainer import RunOptions, StepFunction, Task, Trainer
 
-MIN_CLIP_FRACTION = 0.05  # of the initial clip
 MAX_EVALUATION_STEPS = 10_000  # per episode
 RETURN_WINDOW = 100  # number of episodes in the training return
 
@@ -71,25 +66,28 @@ class TrainingProgress:
         return float(np.mean(self.returns)) if self.returns else float("nan")
 
 
-def build_networks(config: AgentConfig) -> ActorCritic:
-    """Return untrained networks. The same seed gives the same bits."""
+def open_method(config: MethodConfig) -> tuple[Method, Any]:
+    """Return the method and its untrained networks. The same seed gives the same bits.
+
+    Raises:
+        ConfigError: the environment does not exist, or the method does not suit it.
+    """
     environment = make_env(config.environment, 1)
-    try:
-        return ActorCritic(environment, config.hidden, generator(config.seed, "weights"))
-    finally:
-        environment.close()
+    environment.close()
+    method = make_method(config, environment.spaces)
+    return method, method.make_networks(generator(config.seed, "weights"))
 
 
 def train(
-    config: AgentConfig,
-    observe: Callable[[TrainingProgress, ActorCritic], None] = lambda progress, networks: None,
+    config: MethodConfig,
+    observe: Callable[[TrainingProgress, Any], None] = lambda progress, networks: None,
     *,
     scratch: Path | None = None,
     checkpoint_seconds: float = 30.0,
     log: Callable[[str], None] = lambda text: None,
     heartbeat_dir: Path | None = None,
     checkpoint_config: CheckpointConfig | None = None,
-) -> ActorCritic:
+) -> Any:
     """Train an agent to its last step, from the newest checkpoint if there is one, and return its networks.
 
     A resumed run is exact if an actor in this process acts in built-in environments. Other environments, and
@@ -124,19 +122,23 @@ def train(
     return task.networks
 
 
-class AgentTask(Task[Slot[Any]]):
-    """Actor-critic training: a record is a rollout."""
+Rollouts = list[dict[str, Tensor]]  # of a training step, each with the fields of `Rollout`
+
+
+class AgentTask(Task[Rollouts]):
+    """Training by one method: a record is the rollouts of a training step."""
 
     interruptible = ()  # acting changes the environments, and a step is short
     unsupported: ClassVar[Mapping[str, str]] = {
         "replicas": "networks this small gain nothing from replicas; set actors",
         "ema": "actors act with the trained weights",
     }
-    networks: ActorCritic
 
-    def __init__(self, config: AgentConfig) -> None:
-        self.config, self.steps, self.networks = config, config.n_rollouts, build_networks(config)
+    def __init__(self, config: MethodConfig) -> None:
+        self.config, self.steps = config, config.n_rollouts
+        self.method, self.networks = open_method(config)
         self.n_actors = max(1, config.actors)
+        self.method.make_store(self.n_actors * config.n_envs)
         self.returns, self.progress = EpisodeReturns(self.n_actors, config.n_envs), TrainingProgress()
         self.actor_state: dict[str, Tensor] = {}
         self.local_actors: list[Actor] = []  # actors in this process: their state can be saved
@@ -146,50 +148,78 @@ class AgentTask(Task[Slot[Any]]):
         return self.config.model_dump(mode="json")
 
     def allocate(self, replicas: int) -> SharedState:
-        param_optims = make_update(self.config, self.networks).param_optims
+        param_optims = {
+            n: p for update in self.method.make_updates(self.networks) for n, p in update.param_optims.items()
+        }
         return SharedState.allocate(self.networks, param_optims, contiguous=True)
 
-    def make_learner(self, trainer: Trainer[Slot[Any]]) -> Learner:
+    def make_learner(self, trainer: Trainer[Rollouts]) -> Learner:
         config, first = self.config, trainer.steps_done
-        update = replace(make_update(config, self.networks), accept_step=trainer.accept_step)
-        learner = Learner(self.networks, [update], trainer.shared, steps_done=trainer.rounds_done)
+        updates = [
+            replace(update, accept_step=trainer.accept_step)
+            for update in self.method.make_updates(self.networks)
+        ]
+        learner = Learner(
+            self.networks,
+            updates,
+            trainer.shared,
+            averages=self.method.averages(),
+            steps_done=trainer.rounds_done,
+        )
         self.actors = [
-            Actor(config.environment, config.n_envs, config.hidden, derive(config.seed, "environment", number, first))
+            Actor(config, derive(config.seed, "environment", number, first))
             for number in range(self.n_actors)
-        ]  # fmt: skip
+        ]
         self.local_actors = self.actors if not config.actors else []
         for actor in self.local_actors:
             actor.setup()
             if self.actor_state:
                 actor.load_state_dict(self.actor_state)
-        self.learner, self.board = learner, Board.from_tensors(learner.weights)
+        if first and not self.actor_state and self.method.store is not None:
+            self.method.store.end_episodes()  # the environments begin new ones
+        self.learner = learner
+        self.board = Board.from_tensors(self._acted_weights())
         self.sync_weights(first)
         self.started = time.perf_counter() - self.progress.seconds
         return learner
+
+    def _acted_weights(self) -> dict[str, Tensor]:
+        prefix = self.method.acted_weights
+        return {n: t for n, t in self.learner.weights.items() if n.startswith(prefix)}
 
     def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats:
         rows = self.config.n_steps * self.config.n_envs
         return LayerStats(learner, steps=self.steps, batch_rows=rows, steps_done=steps_done)
 
     @contextmanager
-    def batches(self, first: int) -> Iterator[Iterator[Slot[Any]]]:
-        with _make_reader(self.config, self.actors, self.board, first) as self.rollouts:
-            yield self._counted()
+    def batches(self, first: int) -> Iterator[Iterator[Rollouts]]:
+        config = self.config
+        start = first * config.rollouts_per_step
+        with _make_reader(config, self.method.spaces, self.actors, self.board, start) as self.rollouts:
+            yield self._steps(first)
 
-    def _counted(self) -> Iterator[Slot[Any]]:
-        for slot in self.rollouts:
-            self.progress.returns.extend(self.returns.add(slot))
-            self.progress.steps += slot.length
-            yield slot
+    def _steps(self, step: int) -> Iterator[Rollouts]:
+        for self.step in itertools.count(step):
+            found = []
+            for slot in itertools.islice(self.rollouts, self.config.rollouts_per_step):
+                self.progress.returns.extend(self.returns.add(slot))
+                self.progress.steps += slot.length
+                found.append({name: view.clone() for name, view in slot.tensors().items()})
+                if self.method.store is not None:
+                    self.method.store.add(found[-1], first=slot.producer * self.config.n_envs)
+            yield found
 
-    def minibatches(self, record: Slot[Any]) -> Iterator[list[MicroBatch]]:
-        return rollout_minibatches(self.config, self.networks, record)
+    def minibatches(self, record: Rollouts) -> Iterator[Sequence[MicroBatch]]:
+        rollout = record[0]
+        if len(record) > 1:
+            rollout = {name: torch.cat([each[name] for each in record], dim=1) for name in rollout}
+        return self.method.minibatches(self.networks, rollout, self.step)
 
     def lr_scale(self, step: int) -> float:
-        return remaining_fraction(self.config, step)
+        return self.config.remaining_fraction(step)
 
     def sync_weights(self, steps_done: int) -> None:
-        self.board.publish(self.learner.weights, steps_done)
+        self.board.publish(self._acted_weights(), steps_done)
 
     def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
         self.progress.seconds = time.perf_counter() - self.started
@@ -198,7 +228,12 @@ class AgentTask(Task[Slot[Any]]):
 
     def tensors(self) -> dict[str, Tensor]:
         actors = {f"actor/{n}": t for actor in self.local_actors for n, t in actor.state_dict().items()}
-        return {"returns": self.returns.partial_returns, **actors}
+        store = self.method.store.tensors() if self.method.store is not None else {}
+        return {
+            "returns": self.returns.partial_returns,
+            **{f"store/{n}": t for n, t in store.items()},
+            **actors,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return self.progress.state_dict()
@@ -206,25 +241,18 @@ class AgentTask(Task[Slot[Any]]):
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.progress = TrainingProgress.from_state(state)
         self.returns.partial_returns.copy_(tensors.pop("returns"))
-        self.actor_state = {name.removeprefix("actor/"): t for name, t in tensors.items()}
+        if self.method.store is not None:
+            self.method.store.load(
+                {n.removeprefix("store/"): t for n, t in tensors.items() if n.startswith("store/")}
+            )
+        self.actor_state = {n.removeprefix("actor/"): t for n, t in tensors.items() if n.startswith("actor/")}
 
 
-def make_update(config: AgentConfig, networks: ActorCritic) -> Update:
-    """Return the only update of an agent's learner: AdamW, with a separate rate for the value network."""
-    param_optims = {
-        **all_adamw(networks, config.learning_rate),
-        **all_adamw(networks, config.value_learning_rate or config.learning_rate, "value."),
-    }
-    return Update(
-        partial(actor_critic_loss, config, networks), param_optims, clip_norm=config.clip_norm, eps=1e-5
-    )
-
-
-def _make_reader(config: AgentConfig, actors: list[Actor], board: Board, first: int) -> FIFOReader[Any]:
+def _make_reader(
+    config: MethodConfig, spaces: Spaces, actors: list[Actor], board: Board, first: int
+) -> FIFOReader[Any]:
     """Return a reader of the actors' rollouts, from number `first`."""
-    environment = make_env(config.environment, config.n_envs)
-    spec = rollout_spec(environment, config.n_steps)
-    environment.close()
+    spec = rollout_spec(spaces, config.n_envs, config.n_steps)
     ring: SlotRing[Any] = SlotRing(spec, len(actors) * (1 + config.prefetch if config.actors else 1))
     # No `restarts`: a restarted actor would begin new episodes without marking the old ones as truncated. Their returns
     # would be added to those of the new episodes. A killed actor therefore ends the run.
@@ -236,76 +264,6 @@ def _make_reader(config: AgentConfig, actors: list[Actor], board: Board, first: 
     ]
     order: Literal["sequence", "ready"] = "ready" if config.actors else "sequence"
     return FIFOReader(ring, producers, start=first, order=order, board=board, max_lag=config.max_policy_lag)
-
-
-def remaining_fraction(config: AgentConfig, rollout_index: int) -> float:
-    """Return the fraction of the run that remains, from 1 to 0; 1 without annealing."""
-    return max(0.0, 1 - rollout_index / config.n_rollouts) if config.anneal else 1.0
-
-
-def rollout_minibatches(
-    config: AgentConfig, networks: ActorCritic, slot: Slot[Any]
-) -> Iterator[list[MicroBatch]]:
-    """Yield minibatches of observation, action, behaviour_log_prob, advantage and target, each [N, ...].
-
-    During the run the clip narrows and the number of epochs falls together with the learning rate. A good policy then
-    changes less, and late rollouts cost less time.
-    """
-    rollout = {name: view.clone() for name, view in slot.tensors().items()}
-    estimates = estimate_advantages(config, networks, rollout)
-    remaining = remaining_fraction(config, slot.sequence)
-    flat = {
-        "observation": rollout["observation"][:-1].flatten(0, 1),
-        "action": rollout["action"].flatten(0, 1),
-        "behaviour_log_prob": rollout["behaviour_log_prob"].flatten(),
-        **{name: t.flatten() for name, t in estimates.items()},
-    }
-    clip = {"clip": torch.tensor(config.clip * max(remaining, MIN_CLIP_FRACTION))}
-    n, rng = len(flat["action"]), generator(config.seed, "order", slot.sequence)
-    for _ in range(max(1, round(config.n_epochs * remaining))):
-        if config.minibatches == 1:  # the full batch: order has no effect
-            yield [{**flat, **clip}]
-            continue
-        order = torch.randperm(n, generator=rng)
-        parts = [t[order].tensor_split(config.minibatches) for t in flat.values()]
-        for values in zip(*parts, strict=True):
-            yield [{**dict(zip(flat, values, strict=True)), **clip}]
-
-
-@torch.no_grad()
-def estimate_advantages(
-    config: AgentConfig, networks: ActorCritic, rollout: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return advantage and target [T, B] of a rollout, from the newest values (and policy, with V-trace)."""
-    value = networks.values(rollout["observation"])  # [T + 1, B]
-    ended = rollout["terminated"] | rollout["truncated"]
-    next_value = value[1:].clone()
-    if ended.any():
-        next_value[ended] = networks.values(rollout["final_observation"][ended])
-    steps = Trajectory(rollout["reward"], value[:-1], next_value, rollout["terminated"], rollout["truncated"])
-    if not config.v_trace:
-        advantage = gae(steps, config.discount, config.gae_lambda)
-        return {"advantage": advantage, "target": advantage + steps.value}
-    log_prob = networks.log_prob(networks.policy(rollout["observation"][:-1]), rollout["action"])
-    estimate = v_trace(
-        steps, log_prob - rollout["behaviour_log_prob"], config.discount, lambda_=config.gae_lambda
-    )
-    return {"advantage": estimate.advantage, "target": estimate.target}
-
-
-def actor_critic_loss(config: AgentConfig, networks: ActorCritic, part: MicroBatch) -> Loss:
-    """Return the loss of a minibatch."""
-    output = networks.evaluate_actions(part["observation"], part["action"])
-    advantage = part["advantage"]
-    if config.normalize_advantage and len(advantage) > 1:
-        deviation, mean = torch.std_mean(advantage)
-        advantage = (advantage - mean) / (deviation + 1e-8)
-    coefficients = {"value_coef": config.value_coef, "entropy_coef": config.entropy_coef}
-    if config.algorithm == "ppo":
-        return ppo(
-            output, part["behaviour_log_prob"], advantage, part["target"], clip=part["clip"], **coefficients
-        )
-    return a2c(output, advantage, part["target"], **coefficients)
 
 
 class EpisodeReturns:
@@ -328,8 +286,8 @@ class EpisodeReturns:
 
 @torch.no_grad()
 def evaluate(
-    networks: ActorCritic,
-    environment: str,
+    config: MethodConfig,
+    networks: Any,
     episodes: int,
     seed: int,
     *,
@@ -344,11 +302,12 @@ def evaluate(
         observe: called after each step with its number and the number of episodes that have not ended. The last call
             has the number of episodes that were cut off.
     """
-    envs = make_env(environment, episodes)
+    envs = make_env(config.environment, episodes)
+    method = make_method(config, envs.spaces)
     observation = envs.reset(seed).flatten(1)
     total, running = torch.zeros(episodes), torch.ones(episodes, dtype=torch.bool)
     for step in range(1, max_steps + 1):
-        transition = envs.step(networks.greedy_action(observation))
+        transition = envs.step(method.greedy_action(networks, observation))
         total += transition.reward * running
         running &= ~(transition.terminated | transition.truncated)
         observation = transition.observation.flatten(1)

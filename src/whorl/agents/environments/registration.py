@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from whorl.agents.classic_control import TENSOR_ENVIRONMENTS
-from whorl.agents.environments import Environment
-from whorl.agents.gymnasium_env import GymnasiumEnvironment
+from whorl.agents.environments.classic_control import Acrobot, CartPole, MountainCar, Pendulum
+from whorl.agents.environments.environment import BatchedEnvironment, Environment
+from whorl.agents.environments.grids import GridWorld
+from whorl.agents.environments.gymnasium_env import GymnasiumEnvironment
+
+TENSOR_ENVIRONMENTS: dict[str, type[BatchedEnvironment]] = {
+    "CartPole-v1": CartPole,
+    "Acrobot-v1": Acrobot,
+    "Pendulum-v1": Pendulum,
+    "MountainCar-v0": MountainCar,
+    "FrozenLake-v1": GridWorld,
+}
 
 
 def make_env(name: str, num_envs: int, *, device: str = "cpu") -> Environment:

@@ -11,14 +11,17 @@ limit cut it off).
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import prod
 from typing import ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
+from whorl.slots.spec import FieldSpec
 
 
 class Transition(NamedTuple):
@@ -28,6 +31,7 @@ class Transition(NamedTuple):
     final_observation: [B, ...] the result of the step; equals `observation` where the episode continues.
     reward: [B] fp32.
     terminated, truncated: [B] bool; both may be set.
+    cost: [B] fp32, what a constraint limits; None in environments without costs.
 
     Later steps do not modify these tensors. The tensors may share memory, so callers must not write into them.
     """
@@ -37,27 +41,57 @@ class Transition(NamedTuple):
     terminated: Tensor
     truncated: Tensor
     final_observation: Tensor
+    cost: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Spaces:
+    """Observations and actions of an environment, from which a method makes its networks.
+
+    observation_shape, observation_dtype: of one copy: fp32, or uint8 for pixels [channels, height, width].
+    n_actions: number of discrete actions; None if an action is a vector.
+    action_low, action_high: bounds of each dimension of a vector; may be infinite.
+    has_costs: whether steps have costs, which a constraint limits.
+    """
+
+    observation_shape: tuple[int, ...]
+    n_actions: int | None = None
+    action_low: tuple[float, ...] = ()
+    action_high: tuple[float, ...] = ()
+    observation_dtype: torch.dtype = torch.float32
+    has_costs: bool = False
+
+    @property
+    def action_size(self) -> int:
+        """Dimensions of an action vector; 1 for discrete actions."""
+        return len(self.action_low) or 1
+
+
+def step_fields(spaces: Spaces) -> dict[str, FieldSpec]:
+    """Return shape and type of the fields of one step in one environment, without `final_observation`."""
+    number, flag = FieldSpec((), np.dtype(np.float32)), FieldSpec((), np.dtype(np.bool_))
+    pixels = spaces.observation_dtype == torch.uint8
+    discrete = FieldSpec((), np.dtype(np.int64))
+    vector = FieldSpec((spaces.action_size,), np.dtype(np.float32))
+    return {
+        "observation": FieldSpec((prod(spaces.observation_shape),), np.dtype(np.uint8 if pixels else np.float32)),
+        "action": discrete if spaces.n_actions is not None else vector,
+        "behaviour_log_prob": number, "reward": number, "terminated": flag, "truncated": flag, "cost": number,
+    }  # fmt: skip
 
 
 class Environment(Protocol):
-    """B copies of one environment.
-
-    num_envs: B.
-    observation_shape: shape of one copy's observation, fp32.
-    n_actions: number of discrete actions; None if an action is a vector of `action_size` numbers.
-    """
+    """B copies of one environment."""
 
     num_envs: int
-    observation_shape: tuple[int, ...]
-    n_actions: int | None
-    action_size: int
+    spaces: Spaces
 
     def reset(self, seed: int) -> Tensor:
         """Reset every copy, seed all later randomness, and return observations [B, ...]."""
         ...
 
     def step(self, action: Tensor) -> Transition:
-        """Advance every copy. action: [B] int64, or [B, action_size] fp32, which is clipped to the bounds of each dimension.
+        """Advance every copy. action: [B] int64, or [B, k] fp32, which is clipped to the bounds of each dimension.
 
         Callers keep the unclipped action: it is the one that the policy's log-probability belongs to.
         """
@@ -77,20 +111,15 @@ class Environment(Protocol):
 class BatchedEnvironment(ABC):
     """An environment whose dynamics are tensor operations over all copies.
 
-    A subclass implements `initial_state`, `transition` and `observe` on a state [k, B]: k numbers per copy, in fp64
-    like gymnasium's single environments. Vector actions reach `transition` within `action_low` and `action_high`, which
-    have one number for each dimension.
+    A subclass sets `spaces` and implements `initial_state`, `transition` and `observe` on a state [k, B]: k numbers per
+    copy, in fp64 like gymnasium's single environments. Vector actions reach `transition` within their bounds.
 
     Args:
         num_envs: number of copies B.
         max_episode_steps: steps after which an episode is truncated; by default the environment's own limit.
     """
 
-    observation_shape: tuple[int, ...]
-    n_actions: int | None = None
-    action_size: int = 1
-    action_low: tuple[float, ...] = (-math.inf,)
-    action_high: tuple[float, ...] = (math.inf,)
+    spaces: Spaces
     default_max_episode_steps: ClassVar[int]
 
     def __init__(self, num_envs: int, *, max_episode_steps: int | None = None, device: str = "cpu") -> None:
@@ -114,6 +143,10 @@ class BatchedEnvironment(ABC):
     def observe(self, state: Tensor) -> Tensor:
         """Map a state [k, B] to observations [B, ...] in fp32."""
 
+    def cost(self, state: Tensor) -> Tensor | None:
+        """Return the costs [B] of having reached `state` [k, B]; None without costs."""
+        return None
+
     def reset(self, seed: int) -> Tensor:
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.state = self.initial_state(self.num_envs)
@@ -125,8 +158,8 @@ class BatchedEnvironment(ABC):
     def step(self, action: Tensor) -> Transition:
         if self.state is None:
             raise ConfigError(f"{type(self).__name__} was not reset", do="call reset(seed) first")
-        if self.n_actions is None:
-            action = action.clamp(*map(action.new_tensor, (self.action_low, self.action_high)))
+        if self.spaces.n_actions is None:
+            action = action.clamp(*map(action.new_tensor, (self.spaces.action_low, self.spaces.action_high)))
         state, reward, terminated = self.transition(self.state, action)
         self.step_count += 1
         # No episode can be truncated before the earliest deadline, so most steps skip the comparison.
@@ -141,7 +174,7 @@ class BatchedEnvironment(ABC):
         if due:
             self.next_deadline = int(self.deadline.min())
         self.state = state
-        return Transition(observation, reward, terminated, truncated, final)
+        return Transition(observation, reward, terminated, truncated, final, self.cost(state))
 
     def state_dict(self) -> dict[str, Tensor]:
         assert self.state is not None

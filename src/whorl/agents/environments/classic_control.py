@@ -1,4 +1,4 @@
-"""Classic control problems and a grid world, each written as tensor operations over all environments.
+"""Classic control problems, each written as tensor operations over all environments.
 
 Dynamics, limits, rewards and time limits are those of gymnasium 1.4. Its sources are Barto, Sutton & Anderson 1983 for
 CartPole, Sutton 1996 for Acrobot, and Moore 1990 for MountainCar. `tests/agents/test_classic_control.py` compares both
@@ -12,14 +12,13 @@ import math
 import torch
 from torch import Tensor
 
-from whorl.agents.environments import BatchedEnvironment
-from whorl.errors import ConfigError
+from whorl.agents.environments.environment import BatchedEnvironment, Spaces
 
 
 class CartPole(BatchedEnvironment):
     """Push a cart left (0) or right (1) to keep its pole upright. State: x, x', angle, angle'. Reward: 1 per step."""
 
-    observation_shape, n_actions, default_max_episode_steps = (4,), 2, 500
+    spaces, default_max_episode_steps = Spaces((4,), n_actions=2), 500
 
     def __init__(self, num_envs: int, *, max_episode_steps: int | None = None, device: str = "cpu") -> None:
         super().__init__(num_envs, max_episode_steps=max_episode_steps, device=device)
@@ -56,7 +55,7 @@ class Acrobot(BatchedEnvironment):
         goal.
     """
 
-    observation_shape, n_actions, default_max_episode_steps = (6,), 3, 500
+    spaces, default_max_episode_steps = Spaces((6,), n_actions=3), 500
 
     def initial_state(self, n: int) -> Tensor:
         return self.uniform(-0.1, 0.1, 4, n).float().double()
@@ -102,7 +101,7 @@ class Acrobot(BatchedEnvironment):
 class Pendulum(BatchedEnvironment):
     """Swing a pendulum up and hold it there, by a torque in [-2, 2]. State: angle (0 is up) and angular velocity."""
 
-    observation_shape, action_low, action_high, default_max_episode_steps = (3,), (-2.0,), (2.0,), 200
+    spaces, default_max_episode_steps = Spaces((3,), action_low=(-2.0,), action_high=(2.0,)), 200
 
     def initial_state(self, n: int) -> Tensor:
         return torch.stack((self.uniform(-math.pi, math.pi, n), self.uniform(-1.0, 1.0, n)))
@@ -123,7 +122,7 @@ class Pendulum(BatchedEnvironment):
 class MountainCar(BatchedEnvironment):
     """Drive a weak car (left 0, coast 1, right 2) out of a valley. State: position, velocity. Reward: -1 per step."""
 
-    observation_shape, n_actions, default_max_episode_steps = (2,), 3, 200
+    spaces, default_max_episode_steps = Spaces((2,), n_actions=3), 200
 
     def initial_state(self, n: int) -> Tensor:
         state = torch.zeros(2, n, dtype=torch.float64, device=self.device)
@@ -144,73 +143,3 @@ class MountainCar(BatchedEnvironment):
 
     def observe(self, state: Tensor) -> Tensor:
         return state.t().float()
-
-
-FROZEN_LAKE_MAP = ("SFFF", "FHFH", "FFFH", "HFFG")
-
-
-class GridWorld(BatchedEnvironment):
-    """Walk over a grid (left 0, down 1, right 2, up 3) from S to the goal G (reward 1). A hole H ends the episode.
-
-    The defaults are the map and rules of gymnasium's FrozenLake. The observation is the one-hot cell.
-
-    Args:
-        rows: the map, strings of equal length.
-        slip_probability: probability of slipping to each side of the chosen direction (1/3 in FrozenLake).
-    """
-
-    n_actions, default_max_episode_steps = 4, 100
-
-    def __init__(
-        self,
-        num_envs: int,
-        *,
-        rows: tuple[str, ...] = FROZEN_LAKE_MAP,
-        slip_probability: float = 1 / 3,
-        max_episode_steps: int | None = None,
-        device: str = "cpu",
-    ) -> None:
-        super().__init__(num_envs, max_episode_steps=max_episode_steps, device=device)
-        text = "".join(rows)
-        if len({len(row) for row in rows}) != 1 or text.count("S") != 1 or set(text) - set("SFHG"):
-            raise ConfigError(
-                f"invalid grid world map {list(rows)}",
-                expected="rows of equal length, made of one S and any number of F, H and G",
-            )
-        self.slip_probability, self.start_cell = slip_probability, text.index("S")
-        self.observation_shape = (len(text),)
-        cells = torch.arange(len(text), device=self.device)
-        row, column = cells // len(rows[0]), cells % len(rows[0])
-        moves = []
-        for down, right in ((0, -1), (1, 0), (0, 1), (-1, 0)):
-            r = (row + down).clamp(0, len(rows) - 1)
-            c = (column + right).clamp(0, len(rows[0]) - 1)
-            moves.append(r * len(rows[0]) + c)
-        self.next_cell = torch.stack(moves)  # [4, cells] the cell that each action leads to
-        self.goal_cells = torch.tensor([c == "G" for c in text], device=self.device)
-        self.terminal_cells = torch.tensor([c in "GH" for c in text], device=self.device)
-        self.one_hot = torch.eye(len(text), device=self.device)
-
-    def initial_state(self, n: int) -> Tensor:
-        return torch.full((1, n), self.start_cell, dtype=torch.int64, device=self.device)
-
-    def transition(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.slip_probability:
-            draw = self.uniform(0.0, 1.0, self.num_envs)
-            action = (
-                action + (draw < self.slip_probability).long() - (draw >= 1 - self.slip_probability).long()
-            ) % 4
-        next_state = self.next_cell[action, state[0]]
-        return next_state[None], self.goal_cells[next_state].float(), self.terminal_cells[next_state]
-
-    def observe(self, state: Tensor) -> Tensor:
-        return self.one_hot[state[0]]
-
-
-TENSOR_ENVIRONMENTS: dict[str, type[BatchedEnvironment]] = {
-    "CartPole-v1": CartPole,
-    "Acrobot-v1": Acrobot,
-    "Pendulum-v1": Pendulum,
-    "MountainCar-v0": MountainCar,
-    "FrozenLake-v1": GridWorld,
-}

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whorl.agents.environments import Transition
+from whorl.agents.environments.environment import Spaces, Transition
 from whorl.errors import ConfigError
 
 
@@ -56,18 +56,23 @@ class GymnasiumEnvironment:
         if isinstance(observation, gymnasium.spaces.Discrete):
             self.first_observation = int(observation.start)
             self.one_hot = torch.eye(int(observation.n))
-            self.observation_shape: tuple[int, ...] = (int(observation.n),)
+            shape: tuple[int, ...] = (int(observation.n),)
         elif isinstance(observation, gymnasium.spaces.Box):
-            self.observation_shape = observation.shape
+            shape = observation.shape
         else:
             raise self._unsupported("observation", observation)
-        self.n_actions: int | None = None
-        self.action_size = 1
+        pixels = len(shape) == 3 and observation.dtype == np.uint8
+        if pixels:  # [height, width, channels] -> [channels, height, width]
+            shape = (shape[2], *shape[:2])
         self.action_space: Any = action
+        settings = {"observation_dtype": torch.uint8 if pixels else torch.float32}
         if isinstance(action, gymnasium.spaces.Discrete):
-            self.n_actions = int(action.n)
+            self.spaces = Spaces(shape, n_actions=int(action.n), **settings)
         elif isinstance(action, gymnasium.spaces.Box):
-            self.action_size = int(np.prod(action.shape))
+            low, high = (
+                tuple(bound.astype(np.float64).reshape(-1).tolist()) for bound in (action.low, action.high)
+            )
+            self.spaces = Spaces(shape, action_low=low, action_high=high, **settings)
         else:
             raise self._unsupported("action", action)
 
@@ -82,6 +87,9 @@ class GymnasiumEnvironment:
     def _to_tensor(self, observation: Any) -> Tensor:
         if self.one_hot is not None:
             return self.one_hot[torch.as_tensor(observation) - self.first_observation]
+        if self.spaces.observation_dtype == torch.uint8:
+            observation = np.moveaxis(observation, -1, -3)
+            return torch.from_numpy(np.array(observation))
         return torch.from_numpy(
             np.array(observation, dtype=np.float32)
         )  # copied: gymnasium may reuse its buffer
@@ -89,7 +97,7 @@ class GymnasiumEnvironment:
     def _to_space(self, action: NDArray[Any]) -> NDArray[Any]:
         """Return elements [B, ...] of the action space: the nearest to each vector, or the numbers of discrete actions."""
         space = self.action_space
-        if self.n_actions is not None:
+        if self.spaces.n_actions is not None:
             return action + int(space.start)
         # fp64 represents every bound of fp32 and of integers up to 2 ** 53.
         nearest = action.reshape(-1, *space.shape).astype(np.float64).clip(space.low, space.high)

@@ -1,0 +1,1 @@
+"""Environments: built-in dynamics as tensor operations, and those of gymnasium."""

@@ -1,0 +1,1 @@
+"""Methods: one file for each, as the difference from its parent."""

@@ -1,0 +1,144 @@
+"""A method of reinforcement learning: everything that distinguishes one from another.
+
+    Config              its settings, a subclass of its parent's
+    make_networks       policy, critics, target networks
+    act, greedy_action  the acting policy; `exploration` in the settings adds to it (`exploration.py`)
+    minibatches         from a rollout to minibatches: in passes, or drawn from a replay buffer
+    make_updates        losses, and which parameters each of them trains
+    averages            target networks
+
+The loop, the optimizers, checkpoints and actors belong to `AgentTask` and the trainer. A method is written as the difference
+from its parent: PPO is A2C with another loss and several passes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from whorl.agents.environments.environment import Spaces
+from whorl.agents.exploration import ExplorationConfig
+from whorl.errors import ConfigError
+from whorl.slots.replay import TransitionStore
+from whorl.train.learner.average import Average
+from whorl.train.learner.update import MicroBatch, Update
+
+
+class MethodConfig(BaseModel):
+    """Settings of every method: all that determines an agent's weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str
+    environment: str = "CartPole-v1"
+    steps: int = Field(default=100_000, ge=1, description="environment steps, summed over all copies")
+    seed: int = Field(default=0, ge=0)
+    n_envs: int = Field(default=8, ge=1, description="environments per actor")
+    n_steps: int = Field(default=32, ge=1, description="steps per environment in a rollout")
+    actors: int = Field(
+        default=0, ge=0, description="actor processes that run ahead of the learner; 0: act and learn in turn"
+    )
+    prefetch: int = Field(
+        default=1, ge=0, description="rollouts that an actor fills before the last one is read; 0: lockstep"
+    )
+    max_policy_lag: int | None = Field(
+        default=None, ge=0, description="rollouts whose weights lag by more versions are generated again"
+    )
+    rollouts_per_step: int = Field(
+        default=1, ge=1, description="rollouts in a training step, of as many actors in turn"
+    )
+    hidden: tuple[int, ...] = (64, 64)
+    discount: float = Field(default=0.99, ge=0, le=1)
+    learning_rate: float = Field(default=1e-3, gt=0, description="AdamW's learning rate")
+    anneal: bool = Field(
+        default=True, description="decrease learning rate, clip and epochs linearly over the run"
+    )
+    clip_norm: float = Field(default=0.5, gt=0)
+    exploration: ExplorationConfig = ExplorationConfig()
+
+    @property
+    def rollout_steps(self) -> int:
+        """Environment steps per training step."""
+        return self.n_envs * self.n_steps * self.rollouts_per_step
+
+    @property
+    def n_rollouts(self) -> int:
+        """Number of training steps in the run."""
+        return -(-self.steps // self.rollout_steps)
+
+    def remaining_fraction(self, step: int) -> float:
+        """Return the fraction of the run that remains, from 1 to 0; 1 without annealing."""
+        return max(0.0, 1 - step / self.n_rollouts) if self.anneal else 1.0
+
+
+class Method(ABC):
+    """One method with its settings.
+
+    spaces: of the environment. store: the replay buffer of the learner's process, if the method has one.
+    actions: which the method suits. needs_costs: it limits the costs of an environment.
+    acted_weights: prefix of the parameters that actors need.
+    """
+
+    Config: ClassVar[type[MethodConfig]]
+    actions: ClassVar[Literal["discrete", "vectors", "any"]] = "any"
+    needs_costs: ClassVar[bool] = False
+    acted_weights: ClassVar[str] = ""
+    store: TransitionStore | None = None
+
+    def __init__(self, config: Any, spaces: Spaces) -> None:
+        self.config, self.spaces = config, spaces
+        given = "vectors" if spaces.n_actions is None else "discrete"
+        if self.actions not in (given, "any"):
+            raise ConfigError(
+                f"{config.method} cannot act in {config.environment}: its actions are {given}",
+                expected=f"{self.actions} actions",
+                do="`whorl rl methods` lists what each method acts with",
+            )
+        if self.needs_costs and not spaces.has_costs:
+            raise ConfigError(
+                f"{config.method} limits costs, and {config.environment} has none",
+                expected="an environment with costs, such as CostlyGrid-v0",
+                do="use trpo or ppo",
+            )
+
+    def make_store(self, copies: int) -> None:
+        """Allocate the replay buffer for `copies` environments, if the method has one."""
+        self.store = None
+
+    @abstractmethod
+    def make_networks(self, generator: torch.Generator) -> nn.Module:
+        """Return untrained networks. The same generator gives the same bits."""
+
+    @abstractmethod
+    def act(self, networks: Any, observation: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return actions and what `log_prob` needs, for observations [B, d].
+
+        noise: [B] uniform in [0, 1) for discrete actions, [B, k] standard normal for vectors.
+        """
+
+    @abstractmethod
+    def greedy_action(self, networks: Any, observation: Tensor) -> Tensor:
+        """Return the best action of each observation [B, d]."""
+
+    def log_prob(self, networks: Any, outputs: Tensor, action: Tensor) -> Tensor:
+        """Return log-probabilities [T, B] of actions, given the stacked second results of `act`; 0 if not needed."""
+        return torch.zeros(outputs.shape[:2])
+
+    @abstractmethod
+    def make_updates(self, networks: Any) -> list[Update]:
+        """Return the updates of each minibatch, in order."""
+
+    def averages(self) -> Sequence[Average]:
+        """Return the target networks."""
+        return ()
+
+    @abstractmethod
+    def minibatches(
+        self, networks: Any, rollout: Mapping[str, Tensor], step: int
+    ) -> Iterator[Sequence[MicroBatch]]:
+        """Yield minibatches of training step `step`. rollout: the fields of `rollout.Rollout`, each [T, B, ...]."""

@@ -1,0 +1,66 @@
+"""Methods by name, and their settings for an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+
+from whorl.agents.environments.environment import Spaces
+from whorl.agents.methods.a2c import A2C
+from whorl.agents.methods.dqn import DQN
+from whorl.agents.methods.impala import IMPALA
+from whorl.agents.methods.method import Method, MethodConfig
+from whorl.agents.methods.ppo import PPO
+from whorl.errors import ConfigError, example_setting, one_of
+
+METHODS: dict[str, type[Method]] = {"a2c": A2C, "ppo": PPO, "impala": IMPALA, "dqn": DQN}
+
+# Tuned settings per environment (LOG.md has the experiments).
+TUNED_OVERRIDES: dict[tuple[str, str], dict[str, object]] = {
+    ("ppo", "CartPole-v1"): {
+        "n_steps": 32, "hidden": (32,), "discount": 0.98, "gae_lambda": 0.85, "n_epochs": 8, "minibatches": 3,
+        "learning_rate": 0.014, "clip_norm": 1.0,
+    },
+    ("ppo", "Pendulum-v1"): {"discount": 0.9, "learning_rate": 3e-3},
+}  # fmt: skip
+
+
+def make_config(method: str, environment: str, **changes: object) -> MethodConfig:
+    """Return a method's settings for an environment, with `changes` applied."""
+    tuned = TUNED_OVERRIDES.get((method, environment), {})
+    return METHODS[method].Config.model_validate({**tuned, "environment": environment, **changes})
+
+
+def make_method(config: MethodConfig, spaces: Spaces) -> Method:
+    """Return the method of these settings.
+
+    Raises:
+        ConfigError: it does not suit the environment.
+    """
+    return METHODS[config.method](config, spaces)
+
+
+def parse_config(method: str, environment: str, changes: Mapping[str, object]) -> MethodConfig:
+    """Return a method's settings with changes by field. Strings are parsed as the field's type.
+
+    Raises:
+        ConfigError: unknown method or field, or an invalid value.
+    """
+    if method not in METHODS:
+        raise ConfigError(f"unknown method {method!r}", expected=one_of(method, list(METHODS)))
+    config_type = METHODS[method].Config
+    known = [name for name in config_type.model_fields if name not in ("method", "environment")]
+    for name in changes:
+        if name not in known:
+            raise ConfigError(f"unknown setting {name!r} of {method}", expected=one_of(name, known))
+    try:
+        return make_config(method, environment, **changes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the settings"
+        example = example_setting(config_type, first)
+        raise ConfigError(
+            f"{where}: {first['msg']}", expected=f"for example {example}" if example else "",
+            do="see `whorl rl train --help`",
+        ) from error  # fmt: skip
