@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from whorl.serve.api.protocol import ChatRequest, ToolChoice
+from whorl.serve.api.protocol import ChatRequest
 from whorl.serve.api.request_parsing import ParsedRequest, parse_chat
 from whorl.serve.api.response_formatting import (
     StreamDecoder,
@@ -22,13 +22,11 @@ from whorl.serve.api.response_formatting import (
     n_logprobs,
     response_head,
     usage,
-    usage_field,
 )
 from whorl.serve.api.sse import DONE, EventStream, JsonPieces, encode_json, format_event, run_until_disconnect
 from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
-from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.worker import Stream
-from whorl.tokens.chat.tool_calls import ParsedToolCall, ToolCallParser, parse_reply
+from whorl.tokens.chat.tool_calls import ParsedToolCall, parse_reply
 
 
 async def create_chat_completion(state: AppState, body: ChatRequest, http: HttpRequest) -> Response:
@@ -40,7 +38,7 @@ async def create_chat_completion(state: AppState, body: ChatRequest, http: HttpR
     head = response_head("chatcmpl", "chat.completion", served)
     if body.stream:
         head["object"] = "chat.completion.chunk"
-        events = _chat_events(body, served, parsed, streams, readers, head)
+        events = _chat_events(parsed, streams, readers, head)
         return EventStream(events, close_all(streams), state.config.stall_seconds, rate_limit_headers(http))
 
     async def work() -> list[bytes]:
@@ -49,7 +47,9 @@ async def create_chat_completion(state: AppState, body: ChatRequest, http: HttpR
             sum(n_logprobs(output) for output in outputs),
             lambda: {
                 **head,
-                "choices": (_chat_choice(body, served, index, delta) for index, delta in enumerate(outputs)),
+                "choices": (
+                    _chat_choice(parsed, index, readers[index], delta) for index, delta in enumerate(outputs)
+                ),
                 "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of),
             },
         )
@@ -58,37 +58,37 @@ async def create_chat_completion(state: AppState, body: ChatRequest, http: HttpR
     return JsonPieces(pieces or [], state.config.stall_seconds, rate_limit_headers(http))
 
 
-def _chat_choice(body: ChatRequest, served: ServedModel, index: int, delta: TextDelta) -> dict[str, Any]:
+def _chat_choice(
+    parsed: ParsedRequest, index: int, reader: StreamDecoder, delta: TextDelta
+) -> dict[str, Any]:
     text, calls = delta.text, list[ParsedToolCall]()
-    if (parser := _tool_call_parser(body)) is not None:
-        parsed = parse_reply(delta.text, parser)
-        text, calls = parsed.text, parsed.calls[: 1 if body.parallel_tool_calls is False else None]
+    if parsed.tool_parser is not None:
+        reply = parse_reply(delta.text, parsed.tool_parser())
+        text, calls = reply.text, reply.calls[: parsed.max_calls]
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if calls:
         message |= {"content": text or None, "tool_calls": [call.message for call in calls]}
     return {
         "index": index,
         "message": message,
-        "logprobs": _chat_logprobs(body, served, delta),
+        "logprobs": _chat_logprobs(parsed, reader, delta),
         "finish_reason": "tool_calls" if calls else delta.finish,
     }
 
 
 async def _chat_events(
-    body: ChatRequest,
-    served: ServedModel,
     parsed: ParsedRequest,
     streams: Sequence[Stream],
     readers: Sequence[StreamDecoder],
     head: dict[str, Any],
 ) -> AsyncIterator[bytes]:
-    extra = usage_field(body)
+    extra = {"usage": None} if parsed.include_usage else {}  # null in all chunks but the last
 
     def chunk(index: int, delta: dict[str, Any], scores: Any = None, finish: str | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
         return format_event({**head, "choices": [choice], **extra})
 
-    parsers = [_tool_call_parser(body) for _ in readers]
+    parsers = [parsed.tool_parser() if parsed.tool_parser else None for _ in readers]
     n_calls = [0] * len(readers)
     for index in range(len(readers)):
         yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
@@ -99,10 +99,10 @@ async def _chat_events(
             if delta.finish is not None:
                 rest, last = parser.finish()
                 text, calls = text + rest, [*calls, *last]
-        scores = _chat_logprobs(body, served, delta)
+        scores = _chat_logprobs(parsed, readers[index], delta)
         if text or (scores and scores["content"]):
             yield chunk(index, {"content": text}, scores)
-        for call in calls[: 1 - n_calls[index]] if body.parallel_tool_calls is False else calls:
+        for call in calls if parsed.max_calls is None else calls[: parsed.max_calls - n_calls[index]]:
             yield chunk(index, {"tool_calls": [{"index": n_calls[index], **call.message}]})
             n_calls[index] += 1
         if delta.finish is not None:
@@ -114,14 +114,7 @@ async def _chat_events(
     yield DONE
 
 
-def _tool_call_parser(body: ChatRequest) -> ToolCallParser | None:
-    """Return a parser for tool calls, or None if the request has no tools."""
-    if not body.tools or body.tool_choice == "none":
+def _chat_logprobs(parsed: ParsedRequest, reader: StreamDecoder, delta: TextDelta) -> dict[str, Any] | None:
+    if parsed.n_top is None:
         return None
-    return ToolCallParser(forced=body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice))
-
-
-def _chat_logprobs(body: ChatRequest, served: ServedModel, delta: TextDelta) -> dict[str, Any] | None:
-    if not body.logprobs:
-        return None
-    return {"content": chat_log_probs(delta.tokens, served.tokenizer), "refusal": None}
+    return {"content": chat_log_probs(delta.tokens, reader.tokenizer), "refusal": None}

@@ -28,12 +28,11 @@ from whorl.serve.api.response_formatting import (
     n_logprobs,
     response_head,
     usage,
-    usage_field,
 )
 from whorl.serve.api.sse import DONE, EventStream, JsonPieces, encode_json, format_event, run_until_disconnect
 from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
-from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.worker import Stream
+from whorl.tokens.hf_tokenizer import AnyTokenizer
 
 
 async def create_completion(state: AppState, body: CompletionRequest, http: HttpRequest) -> Response:
@@ -46,7 +45,7 @@ async def create_completion(state: AppState, body: CompletionRequest, http: Http
     readers = [StreamDecoder(s, served.tokenizer) for s in streams]
     head = response_head("cmpl", "text_completion", served)
     if body.stream:
-        events = _completion_events(body, served, parsed, streams, readers, head)
+        events = _completion_events(parsed, streams, readers, head)
         return EventStream(events, close_all(streams), state.config.stall_seconds, rate_limit_headers(http))
 
     async def work() -> list[bytes]:
@@ -55,7 +54,7 @@ async def create_completion(state: AppState, body: CompletionRequest, http: Http
             sum(n_logprobs(output) for output in outputs),
             lambda: {
                 **head,
-                "choices": _completion_choices(body, served, parsed, outputs),
+                "choices": _completion_choices(parsed, outputs, served.tokenizer),
                 "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of),
             },
         )
@@ -65,7 +64,7 @@ async def create_completion(state: AppState, body: CompletionRequest, http: Http
 
 
 def _completion_choices(
-    body: CompletionRequest, served: ServedModel, parsed: ParsedRequest, outputs: Sequence[TextDelta]
+    parsed: ParsedRequest, outputs: Sequence[TextDelta], tokenizer: AnyTokenizer
 ) -> Iterator[dict[str, Any]]:
     """Yield the choices of all prompts, one by one: with log-probabilities each may have megabytes."""
     index = 0
@@ -74,69 +73,68 @@ def _completion_choices(
         if parsed.best_of > parsed.n:
             own = sorted(own, key=_mean_log_prob, reverse=True)[: parsed.n]
         for delta in own:
-            yield _completion_choice(body, served, parsed, p, delta) | {"index": index}
+            yield _completion_choice(parsed, p, delta, tokenizer) | {"index": index}
             index += 1
 
 
 async def _completion_events(
-    body: CompletionRequest,
-    served: ServedModel,
     parsed: ParsedRequest,
     streams: Sequence[Stream],
     readers: Sequence[StreamDecoder],
     head: dict[str, Any],
 ) -> AsyncIterator[bytes]:
-    extra, chunk = usage_field(body), dict(head)
-    offsets = [len(_echo_text(body, parsed, i)) for i in range(len(readers))]
-    scores = [CompletionLogprobs(served.tokenizer, body.logprobs or 0, offset) for offset in offsets]
+    extra = {"usage": None} if parsed.include_usage else {}  # null in all chunks but the last
+    scores = [
+        CompletionLogprobs(reader.tokenizer, parsed.n_top or 0, len(_echo_text(parsed, i)))
+        for i, reader in enumerate(readers)
+    ]
     begun = [False] * len(readers)
     async for index, delta in merge_streams(readers):
         prompt = parsed.prompts[index // parsed.best_of]
-        text = delta.text if body.max_tokens != 0 else ""
-        tokens = delta.tokens if body.max_tokens != 0 else []
+        text, tokens = ("", []) if parsed.no_output else (delta.text, delta.tokens)
         log_probs = None
-        if body.logprobs is not None:
+        if parsed.n_top is not None:
             log_probs = scores[index].output_logprobs(tokens, delta.prompt_bytes)
-        if not begun[index] and body.echo:
-            text = _echo_text(body, parsed, index) + text
+        if not begun[index] and parsed.echo:
+            text = _echo_text(parsed, index) + text
             if log_probs is not None:
-                before = CompletionLogprobs(served.tokenizer, body.logprobs or 0)
+                before = CompletionLogprobs(readers[index].tokenizer, parsed.n_top or 0)
                 of_prompt = await asyncio.to_thread(before.prompt_logprobs, prompt.ids, delta)
                 log_probs = concat_logprobs(of_prompt, log_probs)
         begun[index] = True
         if not text and not tokens and delta.finish is None:
             continue
         choice = {"index": index, "text": text, "logprobs": log_probs, "finish_reason": delta.finish}
-        yield format_event({**chunk, "choices": [choice], **extra})
+        yield format_event({**head, "choices": [choice], **extra})
     if extra:
         yield format_event(
-            {**chunk, "choices": [], "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of)}
+            {**head, "choices": [], "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of)}
         )
     yield DONE
 
 
 def _completion_choice(
-    body: CompletionRequest, served: ServedModel, parsed: ParsedRequest, number: int, delta: TextDelta
+    parsed: ParsedRequest, number: int, delta: TextDelta, tokenizer: AnyTokenizer
 ) -> dict[str, Any]:
     prompt = parsed.prompts[number]
-    text, tokens = (delta.text, delta.tokens) if body.max_tokens != 0 else ("", [])
-    echo = _echo_text(body, parsed, number * parsed.best_of)
+    text, tokens = ("", []) if parsed.no_output else (delta.text, delta.tokens)
+    echo = _echo_text(parsed, number * parsed.best_of)
     log_probs = None
-    if body.logprobs is not None:
-        scores = CompletionLogprobs(served.tokenizer, body.logprobs)
-        if body.echo:
+    if parsed.n_top is not None:
+        scores = CompletionLogprobs(tokenizer, parsed.n_top)
+        if parsed.echo:
             before = scores.prompt_logprobs(prompt.ids, delta)
             # With the stop token: clients that score a prompt expect one token behind it for max_tokens=1.
-            end = [delta.end_token] if delta.end_token is not None and body.max_tokens != 0 else []
+            end = [delta.end_token] if delta.end_token is not None and not parsed.no_output else []
             log_probs = concat_logprobs(before, scores.output_logprobs([*tokens, *end], delta.prompt_bytes))
         else:
             log_probs = scores.output_logprobs(tokens, delta.prompt_bytes)
-    finish = delta.finish if body.max_tokens != 0 else "length"
+    finish = "length" if parsed.no_output else delta.finish
     return {"index": 0, "text": echo + text, "logprobs": log_probs, "finish_reason": finish}
 
 
-def _echo_text(body: CompletionRequest, parsed: ParsedRequest, index: int) -> str:
-    return parsed.prompts[index // parsed.best_of].text.decode("utf-8", "replace") if body.echo else ""
+def _echo_text(parsed: ParsedRequest, index: int) -> str:
+    return parsed.prompts[index // parsed.best_of].text.decode("utf-8", "replace") if parsed.echo else ""
 
 
 def _mean_log_prob(delta: TextDelta) -> float:

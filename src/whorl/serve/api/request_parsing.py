@@ -9,8 +9,10 @@ Defaults are OpenAI's: temperature 1, top_p 1, max_tokens 16 for completions and
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import orjson
 from pydantic import ValidationError
@@ -25,11 +27,13 @@ from whorl.serve.api.protocol import (
     GenerationRequest,
     Message,
     Tool,
+    ToolChoice,
 )
 from whorl.serve.api.tools import tool_choice_grammar
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
 from whorl.serve.worker.model_entry import ServedModel
+from whorl.tokens.chat.tool_calls import ToolCallParser
 
 MAX_LOGPROBS = 1 << 18  # of one response: with text and bytes about 20 MB of JSON, and 80 MB while it is made
 DEFAULT_COMPLETION_TOKENS = 16
@@ -51,12 +55,23 @@ class ParsedPrompt:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """Engine requests of one body: `best_of` for each prompt, in the order of the prompts. The best `n` are returned."""
+    """Engine requests of one body: `best_of` for each prompt, in the order of the prompts. The best `n` are returned.
+
+    n_top: alternatives of each token in the response; None: a response without log-probabilities.
+    include_usage: in the last chunk of a stream. echo: the text begins with the prompt. no_output: `max_tokens` is 0.
+    tool_parser: makes the parser of one reply's tool calls; None: a reply has none. max_calls: calls of a reply.
+    """
 
     prompts: list[ParsedPrompt]
     requests: list[Request]
     best_of: int
     n: int
+    n_top: int | None
+    include_usage: bool
+    echo: bool = False
+    no_output: bool = False
+    tool_parser: Callable[[], ToolCallParser] | None = None
+    max_calls: int | None = None
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -89,22 +104,15 @@ def parse_completion(
     for prompt in prompts:
         max_tokens = _max_new_tokens(prompt.n_tokens, max(1, requested), served, "max_tokens", "prompt")
         one = _request(
-            body,
-            served,
-            prompt.ids,
-            client=client,
-            max_tokens=max_tokens,
-            stop=(),
-            stop_ids=frozenset(served.tokenizer.end_ids),
-            grammar=_output_grammar(body),
-            required=prompt.required,
-            top_log_probs=body.logprobs or 0,
+            body, served, prompt.ids, max_tokens=max_tokens, stop_ids=frozenset(served.tokenizer.end_ids), client=client,
+            grammar=_output_grammar(body), forced_prefix=prompt.required, top_log_probs=body.logprobs or 0,
             prompt_log_probs=scoring,
-        )
+        )  # fmt: skip
         requests += _copies(one, best)
-    if body.logprobs is not None:
-        _check_logprobs(requests, body.logprobs, "max_tokens")
-    return ParsedRequest(prompts, requests, best, n)
+    _check_logprobs(requests, body.logprobs, "max_tokens")
+    return ParsedRequest(
+        prompts, requests, best, n, body.logprobs, _includes_usage(body), bool(body.echo), requested == 0
+    )
 
 
 def parse_chat(
@@ -135,21 +143,19 @@ def parse_chat(
     max_tokens = _max_new_tokens(
         len(ids), body.max_tokens or body.max_completion_tokens, served, which, "messages"
     )
+    n_top = body.top_logprobs or 0
     one = _request(
-        body,
-        served,
-        ids,
-        client=client,
-        max_tokens=max_tokens,
-        stop=served.chat_template.stop,
-        stop_ids=served.chat_template.stop_ids,
-        grammar=grammar,
-        top_log_probs=body.top_logprobs or 0,
-    )
+        body, served, ids, max_tokens=max_tokens, stop=served.chat_template.stop, stop_ids=served.chat_template.stop_ids,
+        client=client, grammar=grammar, top_log_probs=n_top,
+    )  # fmt: skip
     requests = _copies(one, n)
-    if body.logprobs:
-        _check_logprobs(requests, body.top_logprobs or 0, which)
-    return ParsedRequest([ParsedPrompt(ids, b"", len(ids))], requests, n, n)
+    shown = n_top if body.logprobs else None
+    _check_logprobs(requests, shown, which)
+    parser = partial(ToolCallParser, forced=choice == "required" or isinstance(choice, ToolChoice))
+    return ParsedRequest(
+        [ParsedPrompt(ids, b"", len(ids))], requests, n, n, shown, _includes_usage(body),
+        tool_parser=parser if tools else None, max_calls=1 if body.parallel_tool_calls is False else None,
+    )  # fmt: skip
 
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
@@ -194,30 +200,21 @@ def _request(
     served: ServedModel,
     ids: Sequence[int],
     *,
-    client: str,
-    max_tokens: int,
-    stop: tuple[bytes, ...],
+    stop: tuple[bytes, ...] = (),
     stop_ids: frozenset[int],
-    grammar: Grammar | None,
-    required: bytes = b"",
-    top_log_probs: int = 0,
-    prompt_log_probs: bool = False,
+    **fields: Any,
 ) -> Request:
+    """Return the request of one sequence. stop, stop_ids: of the model; the body adds its own. fields: of `Request`."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Request(
         id=secrets.token_hex(12),
         ids=tuple(ids),
         sampling=_sampling(body, served),
-        max_tokens=max_tokens,
         stop=(*stop, *(s.encode() for s in stops)),
         stop_ids=frozenset() if body.ignore_eos else stop_ids,
-        forced_prefix=required,
-        grammar=grammar,
         priority=body.priority or 0,
-        client=client,
         adapter=served.adapter,
-        top_log_probs=top_log_probs,
-        prompt_log_probs=prompt_log_probs,
+        **fields,
     )
 
 
@@ -232,8 +229,14 @@ def _copies(request: Request, n: int) -> list[Request]:
     return out
 
 
-def _check_logprobs(requests: Sequence[Request], n_top: int, param: str) -> None:
-    """Check that the response does not have more log-probabilities than `MAX_LOGPROBS`."""
+def _includes_usage(body: GenerationRequest) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def _check_logprobs(requests: Sequence[Request], n_top: int | None, param: str) -> None:
+    """Check that the response does not have more log-probabilities than `MAX_LOGPROBS`; None: it has none."""
+    if n_top is None:
+        return
     n = sum(r.max_tokens + len(r.ids) * r.prompt_log_probs for r in requests) * (1 + n_top)
     if n > MAX_LOGPROBS:
         raise ApiError(

@@ -22,7 +22,6 @@ from typing import Any
 
 from whorl.engine.request import Alternatives, FinishReason, Token
 from whorl.errors import shorten
-from whorl.serve.api.protocol import GenerationRequest
 from whorl.serve.errors import ApiError
 from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.worker import Stream
@@ -168,12 +167,6 @@ def usage(streams: Sequence[Stream], n_prompt: int, best_of: int) -> dict[str, A
         "total_tokens": n_prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in streams[::best_of])},
     }
-
-
-def usage_field(body: GenerationRequest) -> dict[str, Any]:
-    """Return the `usage` field of all chunks but the last: null if usage was requested, else absent."""
-    requested = body.stream_options is not None and body.stream_options.include_usage
-    return {"usage": None} if requested else {}
 
 
 def close_all(streams: Sequence[Stream]) -> Callable[[], None]:
