@@ -9,14 +9,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.align.rl.config import RLConfig
-from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.stage import (
     NOT_HASHED,
@@ -28,19 +25,7 @@ from whorl.recipes.stage import (
 )
 
 if TYPE_CHECKING:
-    from whorl.align.model.policy_model import PolicyModel
     from whorl.align.rl.experience import Experience
-    from whorl.evals.grading import VerifiableTask
-    from whorl.tokens.token_encoder import TokenEncoder
-
-
-@dataclass(frozen=True)
-class _Tasks:
-    """Tasks whose prompt leaves space for a completion; rejected: reason -> number of training tasks."""
-
-    train: list[VerifiableTask]
-    test: list[VerifiableTask]
-    rejected: dict[str, int]
 
 
 @step(
@@ -54,6 +39,7 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
     """Sample completions, verify them, and reinforce."""
     from whorl.align.data.curriculum import Curriculum
     from whorl.align.model.policy_model import frozen_reference
+    from whorl.align.rl.evaluation import evaluate_policy, read_fitting_tasks
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.samples import rollout_table
     from whorl.align.rl.train import train_policy
@@ -67,17 +53,31 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
     reference = (
         frozen_reference(load_stage_model(folder, config, machine), network) if config.kl.coef else None
     )
-    tasks, reward_model = _load_tasks(ctx, config, tokenizer), reward_model_folder(ctx)
+    ctx.parents["tasks"].check()
+    limits: dict[str, Any] = {
+        "length": config.max_seq_len, "max_tokens": config.max_completion_tokens, "environment": config.environment
+    }  # fmt: skip
+    tasks = read_fitting_tasks(ctx.parents["tasks"].path, tokenizer, ctx.name, **limits)
+    for reason, n in tasks.rejected.items():
+        ctx.progress.log(f"    {n:,} tasks left out: {reason}")
+    reward_model = reward_model_folder(ctx)
     worker = RolloutWorker(
         network.model.config, str(network.model.dtype).removeprefix("torch."), folder, tasks.train, config.group_size,
         config.max_completion_tokens, config.max_seq_len, config.temperature,
         Curriculum([task.difficulty for task in tasks.train], rule=config.sampling.curriculum),
         config.resolved_sampling_rounds, config.async_rollout.update_in_flight,
-        threads=1 if config.async_rollout.workers else None, reward_model=reward_model, environment=config.environment,
+        threads=1 if config.async_rollout.workers else None, environment=config.environment,
+        reward_model=reward_model,
     )  # fmt: skip
     samples: dict[str, Any] = {}
     criterion = record_pass_criterion(tasks.test, ctx.summary, ctx.progress.log)
-    evaluate = _evaluator(ctx, config, network, tokenizer, tasks.test, samples, reward_model)
+
+    def evaluate(name: str) -> dict[str, float]:
+        found, samples[name] = evaluate_policy(
+            network, tokenizer, tasks.test, temperature=config.temperature, seed=config.seed,
+            reward_model=reward_model, **limits,
+        )  # fmt: skip
+        return found
 
     def note(metrics: dict[str, float]) -> str:
         return f"accuracy {metrics['accuracy']:.0%}, length {metrics['completion_length/mean']:.0f} tokens"
@@ -105,76 +105,6 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
         ctx, objective=config.algorithm, loss=("loss", "Loss in nats per trained token"),
         trained_on=f"rewards on {len(tasks.train):,} tasks", samples=samples,
     )  # fmt: skip
-
-
-def _load_tasks(ctx: StepContext, config: RLConfig, tokenizer: TokenEncoder) -> _Tasks:
-    """Read the parent `tasks` and log what is too long.
-
-    Raises:
-        DataError: no task has a verifier, or none fits `max_seq_len`.
-    """
-    from whorl.align.rl.evaluation import filter_by_length
-    from whorl.align.stage.io import read_tasks
-
-    parent = ctx.parents["tasks"]
-    parent.check()
-    limits = config.max_seq_len, config.max_completion_tokens, config.environment
-    train, rejected = filter_by_length(tokenizer, read_tasks(parent.path, "train"), *limits)
-    test, _ = filter_by_length(tokenizer, read_tasks(parent.path, "test"), *limits)
-    if not train and not rejected:
-        raise DataError(
-            f"{parent.name} has texts to learn from, but no tasks with a verifier",
-            expected='tasks with a verifier (source = "files": shape = "tasks")',
-        )
-    if not train or not test:
-        raise DataError(
-            "no task fits its prompt and a completion",
-            expected=f"prompts of at most {limits[0] - limits[1]:,} ids",
-            do=f"raise {ctx.name}.max_seq_len",
-        )
-    for reason, n in rejected.items():
-        ctx.progress.log(f"    {n:,} tasks left out: {reason}")
-    return _Tasks(train, test, rejected)
-
-
-def _evaluator(
-    ctx: StepContext,
-    config: RLConfig,
-    network: PolicyModel,
-    tokenizer: TokenEncoder,
-    tests: list[VerifiableTask],
-    samples: dict[str, Any],
-    reward_model: Path | None,
-) -> Callable[[str], dict[str, float]]:
-    """Return a function that evaluates the current weights and stores sampled answers under `samples[name]`."""
-    from whorl.align.preference.reward_model import load_reward_verifier
-    from whorl.align.rl.evaluation import evaluate_tasks
-    from whorl.align.rl.samples import make_samples
-    from whorl.evals.grading import Completion
-
-    measure = partial(
-        evaluate_tasks, network, tokenizer, tests, max_tokens=config.max_completion_tokens, length=config.max_seq_len,
-        seed=config.seed, environment=config.environment,
-    )  # fmt: skip
-
-    def evaluate(name: str) -> dict[str, float]:
-        greedy, sampled = measure(), measure(temperature=config.temperature)
-        samples[name] = make_samples(sampled.items)
-        answers = [item.answers[0] for item in sampled.items]
-        found = {
-            "accuracy": sampled.measure("passed").value, "reward": sampled.measure("reward").value,
-            "median_characters": float(sorted(map(len, answers))[len(answers) // 2]),
-            "accuracy_greedy": greedy.measure("passed").value,
-        }  # fmt: skip
-        if reward_model is not None:  # accuracy still comes from the verifiers
-            dtype = str(network.model.dtype).removeprefix("torch.")
-            scores = load_reward_verifier(reward_model, dtype, ctx.machine.device)(
-                tests, [Completion(text) for text in answers]
-            )
-            found["reward_model_score"] = sum(grade.value for grade in scores) / len(scores)
-        return found
-
-    return evaluate
 
 
 def _headline(n_tasks: int, before: dict[str, float], after: dict[str, float]) -> str:
