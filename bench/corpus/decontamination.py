@@ -25,7 +25,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from bench._run import claim, parse
 
-from whorl.corpus.decontamination import ItemIndex, TestItem, find_contamination, split_words
+from whorl.corpus.decontamination.items import ItemIndex, TestItem
+from whorl.corpus.decontamination.match import find_contamination
+from whorl.corpus.decontamination.words import split_words
 
 FORMS = ("verbatim", "wrapped", "capitals", "embedded")
 DOCUMENT_CHARACTERS = 4000

@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse
 from bench.corpus.support.debian import plain, reference_pages
 
-from whorl.corpus.measures import FILTERS, Texts, measure_texts
+from whorl.corpus.measures.filters import FILTERS
 from whorl.corpus.measures.language import measure_language
+from whorl.corpus.measures.measure import Texts, measure_texts
 from whorl.corpus.measures.rules import measure_rules
 
 PIECE = 3000

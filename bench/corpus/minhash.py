@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse
 from bench.corpus.support.processes import start
 
-from whorl.corpus.deduplication import MinHashConfig
+from whorl.corpus.deduplication.settings import MinHashConfig
 
 FILES = 4
 WORDS = 150

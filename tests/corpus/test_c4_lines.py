@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from tests.corpus.test_rewriting import make_documents, run
 
 from whorl.corpus.deduplication.lines import LineConfig
-from whorl.corpus.measures import measure_texts
-from whorl.corpus.provenance import explain
+from whorl.corpus.measures.measure import measure_texts
+from whorl.corpus.provenance.explain import explain
 from whorl.corpus.rewrite import RewriteConfig
 from whorl.corpus.rewrite_stages import C4LineConfig, bad_line, without_bad_lines
 

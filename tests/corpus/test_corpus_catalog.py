@@ -17,8 +17,8 @@ import sqlalchemy as sa
 from tests.support.corpus.postgres import postgres_programs, postgres_server
 
 from whorl.corpus import IngestConfig, document_files, ingest
-from whorl.corpus.provenance import explain
 from whorl.corpus.provenance.catalog import Catalog, CatalogFile, media_type
+from whorl.corpus.provenance.explain import explain
 from whorl.errors import ConfigError, DataError, StoreError
 from whorl.tracking.progress import Progress
 

@@ -15,15 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whorl.corpus.decontamination import (
-    ItemIndex,
-    TestItem,
-    find_contamination,
-    hash_words,
-    read_test_set,
-    split_words,
-)
-from whorl.corpus.decontamination.match import Contamination
+from whorl.corpus.decontamination.items import ItemIndex, TestItem, read_test_set
+from whorl.corpus.decontamination.match import Contamination, find_contamination
+from whorl.corpus.decontamination.words import hash_words, split_words
 from whorl.corpus.mapreduce import LocalPool
 from whorl.errors import ConfigError, DataError
 from whorl.recipes import parse_recipe, run_recipe

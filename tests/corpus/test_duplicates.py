@@ -16,20 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from whorl.corpus.deduplication import (
-    MinHashConfig,
-    NearDuplicates,
-    collision_probability,
-    find_near_duplicates,
-    write_duplicates,
-)
 from whorl.corpus.deduplication import shingles as shingling
 from whorl.corpus.deduplication.near import clusters as clustering
 from whorl.corpus.deduplication.near import minhash as signing
 from whorl.corpus.deduplication.near import stages
 from whorl.corpus.deduplication.near import verify as verifying
 from whorl.corpus.deduplication.near.minhash import band_keys, minhash_signature_reference, minhash_signatures
-from whorl.corpus.deduplication.near.stages import find_clusters
+from whorl.corpus.deduplication.near.outputs import write_duplicates
+from whorl.corpus.deduplication.near.stages import NearDuplicates, find_clusters, find_near_duplicates
+from whorl.corpus.deduplication.settings import MinHashConfig, collision_probability
 from whorl.corpus.deduplication.shingles import jaccard_similarity
 from whorl.corpus.mapreduce import LocalPool, UnitStore
 from whorl.errors import ConfigError

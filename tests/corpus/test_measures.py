@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from whorl.corpus import CurateConfig, curate
 from whorl.corpus.documents import document_schema
 from whorl.corpus.mapreduce import LocalPool, UnitStore
-from whorl.corpus.measures import Columns, Measure, MeasureConfig, Texts, measure_files
+from whorl.corpus.measures.measure import Columns, Measure, MeasureConfig, Texts
+from whorl.corpus.measures.run import measure_files
 from whorl.errors import ConfigError, DataError
 from whorl.tracking.progress import Progress
 

@@ -11,15 +11,9 @@ import pytest
 from whorl.corpus import CurateConfig, IngestConfig, curate, document_files, ingest
 from whorl.corpus.config import DEFAULT_QUERY
 from whorl.corpus.documents import document_id
-from whorl.corpus.measures import MeasureConfig
-from whorl.corpus.provenance import (
-    count_sources,
-    dropped_samples,
-    explain,
-    largest_clusters,
-    rule_condition,
-    selection_bias,
-)
+from whorl.corpus.measures.measure import MeasureConfig
+from whorl.corpus.provenance.explain import explain, rule_condition
+from whorl.corpus.provenance.figures import count_sources, dropped_samples, largest_clusters, selection_bias
 from whorl.corpus.provenance.tables import CorpusTables, find_rows
 from whorl.errors import DataError
 from whorl.tracking.progress import Progress

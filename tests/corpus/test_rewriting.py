@@ -19,7 +19,7 @@ from whorl.cli.jobs.corpus_store import latest, run_step
 from whorl.corpus import IngestConfig, document_files, ingest
 from whorl.corpus.deduplication.lines import LineConfig
 from whorl.corpus.mapreduce import LocalPool
-from whorl.corpus.provenance import explain
+from whorl.corpus.provenance.explain import explain
 from whorl.corpus.rewrite import RewriteConfig, edits_of, rewrite
 from whorl.store import Store
 from whorl.tracking.progress import Progress

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tests.support.evals.backend import FakeBackend
 
-from whorl.corpus.decontamination import ItemIndex, TestItem, find_items
+from whorl.corpus.decontamination.items import ItemIndex, TestItem
+from whorl.corpus.decontamination.match import find_items
 from whorl.corpus.documents import Document
 from whorl.errors import ConfigError
 from whorl.evals.contamination import find_contaminated, item_text, training_text, with_contamination

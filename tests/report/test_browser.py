@@ -9,7 +9,7 @@ import pytest
 from tests.support.report.report_example import example
 
 from whorl.corpus.deduplication.settings import MinHashConfig
-from whorl.corpus.provenance import SourceCount
+from whorl.corpus.provenance.figures import SourceCount
 from whorl.recipes.steps.corpus_page import source_blocks, threshold_curve
 from whorl.report import ReportData, render
 from whorl.report.blocks import Column, Curve, Folded, Line, StepReport, Table

@@ -41,9 +41,9 @@ from bench.corpus.support.debian import (
 
 from whorl.cli.jobs.corpus_store import selection_query
 from whorl.corpus import document_files
-from whorl.corpus.measures import Texts
 from whorl.corpus.measures.language import measure_language
-from whorl.corpus.provenance import explain
+from whorl.corpus.measures.measure import Texts
+from whorl.corpus.provenance.explain import explain
 from whorl.errors import DataError
 from whorl.store import Store
 

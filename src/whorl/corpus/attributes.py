@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.corpus.measures import MeasureConfig, check_columns
+from whorl.corpus.measures.measure import MeasureConfig
+from whorl.corpus.measures.run import check_columns
 from whorl.errors import DOCS_URL, ConfigError
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from whorl.corpus.deduplication.semantic.settings import SemanticConfig
 from whorl.corpus.deduplication.settings import EarlierConfig, MinHashConfig, SignatureConfig
 from whorl.corpus.mapreduce import ExecutorConfig
-from whorl.corpus.measures import FILTERS, MEASURES, MeasureConfig, check_filter, filtered_query
+from whorl.corpus.measures.filters import FILTERS, check_filter, filtered_query
+from whorl.corpus.measures.measure import MEASURES, MeasureConfig
 from whorl.data.formats import FORMATS
 from whorl.errors import ConfigError, one_of
 
@@ -243,9 +244,9 @@ class CurateConfig(ExecutorConfig):
 
     @property
     def measure_configs(self) -> list[MeasureConfig]:
-        """`measures` and those of the filters, names as configurations."""
+        """The measure `text`, `measures` and those of the filters, names as configurations."""
         needed = {FILTERS[name].measure for name in self.filters} - set(map(str, self.measures))
         return [
             MeasureConfig(name=m.rpartition(":")[2].lower(), measure=m) if isinstance(m, str) else m
-            for m in [*self.measures, *sorted(needed)]
+            for m in ["text", *self.measures, *sorted(needed)]
         ]

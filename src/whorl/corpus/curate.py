@@ -30,7 +30,7 @@ from whorl.corpus.attributes import (
     write_attributes,
 )
 from whorl.corpus.config import CurateConfig
-from whorl.corpus.decontamination import write_contamination
+from whorl.corpus.decontamination.attributes import write_contamination
 from whorl.corpus.deduplication.earlier import EarlierCorpus, find_earlier
 from whorl.corpus.deduplication.exact import surviving_copies
 from whorl.corpus.deduplication.near.clusters import first_occurrence
@@ -38,8 +38,8 @@ from whorl.corpus.deduplication.near.stages import find_clusters
 from whorl.corpus.deduplication.remove import remove_duplicates
 from whorl.corpus.deduplication.semantic.vectors import TextEncoder
 from whorl.corpus.mapreduce import Executor, LocalPool, UnitStore
-from whorl.corpus.measures import MeasureConfig, measure_files
 from whorl.corpus.measures.rules import MAX_UNSPACED
+from whorl.corpus.measures.run import measure_files
 from whorl.corpus.splits import SPLITS, assign_splits
 from whorl.errors import DataError
 
@@ -82,7 +82,7 @@ def curate(
     """
     import pyarrow.parquet as pq
 
-    measures = [MeasureConfig(name="text", measure="text"), *config.measure_configs]
+    measures = config.measure_configs
     columns = attribute_schema(measures).names
     n_rows = sum(pq.ParquetFile(path).metadata.num_rows for path in documents)
     executor, minhash = executor or LocalPool(workers), config.minhash_config

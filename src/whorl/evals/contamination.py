@@ -24,13 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from whorl.corpus.decontamination import ItemIndex, TestItem, find_items, split_words
+from whorl.corpus.decontamination.items import ItemIndex, TestItem
+from whorl.corpus.decontamination.match import find_items
+from whorl.corpus.decontamination.words import split_words
 from whorl.errors import ConfigError, DataError
 from whorl.evals.measures import measure
 from whorl.evals.results import ItemResult, TaskMeasure, TaskResult
 from whorl.evals.suites.held_out import ancestors
-from whorl.evals.tasks import EvalTask
-from whorl.evals.tasks.task import Item
+from whorl.evals.tasks.task import EvalTask, Item
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.tokenizer import Tokenizer
@@ -42,8 +43,7 @@ TOKENS, TOKENIZER, SPLIT = "tokens", "tokenizer", "train"
 class TrainingText:
     """Token sets with their tokenizers.
 
-    Attributes:
-        sets: (name, folder of the token set, folder of the tokenizer).
+    sets: (name, folder of the token set, folder of the tokenizer).
     """
 
     sets: Sequence[tuple[str, Path, Path]]

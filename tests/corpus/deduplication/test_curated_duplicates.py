@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from whorl.corpus import CurateConfig, IngestConfig, curate, document_files, ingest
 from whorl.corpus.deduplication.settings import SignatureConfig
 from whorl.corpus.mapreduce.settings import ExecutorConfig
-from whorl.corpus.provenance import explain
 from whorl.corpus.provenance import hashes as content_hashes
 from whorl.corpus.provenance.catalog import Catalog
+from whorl.corpus.provenance.explain import explain
 from whorl.corpus.provenance.hashes import ContentHashes
 from whorl.errors import ConfigError
 from whorl.tracking.progress import Progress

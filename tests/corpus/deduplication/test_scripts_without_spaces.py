@@ -15,7 +15,7 @@ from whorl.corpus import CurateConfig, IngestConfig, curate, document_files, ing
 from whorl.corpus.deduplication import shingles
 from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.deduplication.shingles import TextBlock, block_shingles, jaccard_similarity, shingle_hashes
-from whorl.corpus.measures import FILTERS, filter_text
+from whorl.corpus.measures.filters import FILTERS, filter_text
 from whorl.corpus.rewrite_stages import C4LineConfig, bad_line
 from whorl.tracking.progress import Progress
 

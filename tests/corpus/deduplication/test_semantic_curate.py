@@ -19,7 +19,7 @@ from whorl.corpus.deduplication.earlier import find_earlier
 from whorl.corpus.deduplication.semantic.settings import SemanticConfig
 from whorl.corpus.deduplication.semantic.vectors import TextEncoder, embed_files
 from whorl.corpus.mapreduce import LocalPool, UnitStore
-from whorl.corpus.provenance import explain
+from whorl.corpus.provenance.explain import explain
 from whorl.errors import ConfigError, DataError
 from whorl.recipes import run_recipe
 from whorl.recipes.recipe import parse_recipe

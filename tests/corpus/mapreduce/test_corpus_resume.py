@@ -14,9 +14,9 @@ import pytest
 from bench.corpus.resume import WORDS, trials
 
 from whorl.corpus import CurateConfig, IngestConfig, curate, document_files, ingest
-from whorl.corpus.deduplication import MinHashConfig
 from whorl.corpus.deduplication.near import stages
 from whorl.corpus.deduplication.near.minhash import band_keys, minhash_signatures
+from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.mapreduce import LocalPool
 from whorl.corpus.mapreduce.units import Call
 from whorl.tracking.progress import Progress

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from whorl.corpus.measures import measure_texts
+from whorl.corpus.measures.measure import measure_texts
 from whorl.errors import ConfigError
 
 

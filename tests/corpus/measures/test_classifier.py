@@ -17,8 +17,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from whorl.corpus import CurateConfig
-from whorl.corpus.decontamination import hash_words, split_words
-from whorl.corpus.measures import MeasureConfig, measure_texts
+from whorl.corpus.decontamination.words import hash_words, split_words
+from whorl.corpus.measures.measure import MeasureConfig, measure_texts
 from whorl.corpus.measures.trained.classifier import fit_logistic, roc_auc, train_classifier
 from whorl.corpus.measures.trained.hashed_ngrams import hash_ngrams, load_model
 from whorl.errors import ConfigError, DataError

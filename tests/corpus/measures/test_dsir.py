@@ -13,9 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from whorl.corpus.decontamination import hash_words, split_words
-from whorl.corpus.decontamination.words import ngram_hashes
-from whorl.corpus.measures import measure_texts
+from whorl.corpus.decontamination.words import hash_words, ngram_hashes, split_words
+from whorl.corpus.measures.measure import measure_texts
 from whorl.corpus.measures.trained.importance import N_BUCKETS, gumbel, train_importance
 from whorl.errors import ConfigError
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from whorl.corpus import CurateConfig
 from whorl.corpus.deduplication.shingles import NO_SPACES
-from whorl.corpus.measures import FILTERS, filter_text, filtered_query, measure_texts
+from whorl.corpus.measures.filters import FILTERS, filter_text, filtered_query
 from whorl.corpus.measures.language import language_of
+from whorl.corpus.measures.measure import measure_texts
 from whorl.corpus.measures.repetition import DUPLICATE_ORDERS, TOP_ORDERS
 from whorl.corpus.measures.rules import CITATION, POLICIES, STOP_WORDS
 from whorl.corpus.measures.scan import TERMINAL, WORDLIKE, character_classes
@@ -194,7 +195,7 @@ def test_query_gives_the_reasons_of_the_plain_functions() -> None:
         assert found[i] == ("empty" if not text else reasons[0] if reasons else "")
     assert [
         m.name for m in CurateConfig(filters=["c4", "fineweb"], measures=["language"]).measure_configs
-    ] == ["language", "rules"]
+    ] == ["text", "language", "rules"]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from whorl.corpus.decontamination import hash_words
-from whorl.corpus.measures import measure_texts
+from whorl.corpus.decontamination.words import hash_words
+from whorl.corpus.measures.measure import measure_texts
 from whorl.corpus.measures.trained.hashed_ngrams import load_model
 from whorl.corpus.measures.trained.kneser_ney import NGram
 from whorl.corpus.measures.trained.perplexity import END, N_WORDS, train_perplexity

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whorl.corpus.measures import measure_texts
+from whorl.corpus.measures.measure import measure_texts
 from whorl.corpus.measures.personal_data import mask
 
 

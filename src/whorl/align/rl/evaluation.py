@@ -11,7 +11,6 @@ from typing import Any
 from whorl.align.environments import EnvironmentConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.preference.reward_model import load_reward_verifier
-from whorl.align.rl.samples import make_samples
 from whorl.align.stage.io import read_tasks
 from whorl.errors import ConfigError, DataError
 from whorl.evals.episodes.config import make_environment
@@ -117,8 +116,8 @@ def evaluate_policy(
     temperature: float,
     reward_model: Path | None = None,
     **limits: Any,
-) -> tuple[dict[str, float], list[dict[str, object]]]:
-    """Return the metrics of greedy and sampled answers to held-out tasks, and some of the sampled answers.
+) -> tuple[dict[str, float], TaskResult]:
+    """Return the metrics of greedy and sampled answers to held-out tasks, and the sampled answers.
 
     reward_model: folder of a model that also scores the answers; accuracy still comes from the verifiers.
     limits: of `evaluate_tasks`.
@@ -136,7 +135,7 @@ def evaluate_policy(
         verifier = load_reward_verifier(reward_model, dtype, str(network.device))
         grades = verifier(tests, [Completion(text) for text in answers])
         found["reward_model_score"] = sum(grade.value for grade in grades) / len(grades)
-    return found, make_samples(sampled.items)
+    return found, sampled
 
 
 def evaluate_tasks(

@@ -22,7 +22,7 @@ from whorl.cli.options import StoreOption, format_size
 from whorl.cli.text_table import print_table
 
 if TYPE_CHECKING:
-    from whorl.corpus.provenance import Explanation
+    from whorl.corpus.provenance.explain import Explanation
 
 MadeCorpus = Annotated[str, typer.Option("--corpus", metavar="NAME", help="Name of the corpus in the store.")]
 ReadCorpus = Annotated[
@@ -228,7 +228,7 @@ def stats(
     import numpy as np
 
     from whorl.cli.jobs.corpus_store import latest
-    from whorl.corpus.provenance import count_sources, selection_bias
+    from whorl.corpus.provenance.figures import count_sources, selection_bias
     from whorl.corpus.provenance.tables import CorpusTables
     from whorl.store import Store
     from whorl.tracking.inequality import gini
@@ -298,7 +298,7 @@ def show(
         whorl corpus show too_short -n 10
     """
     from whorl.cli.jobs.corpus_store import latest, require, selection_query
-    from whorl.corpus.provenance import dropped_samples, largest_clusters
+    from whorl.corpus.provenance.figures import dropped_samples, largest_clusters
     from whorl.corpus.provenance.tables import CorpusTables
     from whorl.errors import ConfigError, one_of
     from whorl.store import Store
@@ -347,7 +347,7 @@ def why(
     import json
 
     from whorl.cli.jobs.corpus_store import latest, selection_query
-    from whorl.corpus.provenance import explain
+    from whorl.corpus.provenance.explain import explain
     from whorl.store import Store
 
     documents, selection = latest(Store(store), corpus)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from whorl.corpus import CurateConfig, IngestConfig, fingerprint
-from whorl.corpus.decontamination import fingerprint_items, read_items
+from whorl.corpus.decontamination.attributes import fingerprint_items, read_items
 from whorl.corpus.deduplication.earlier import with_digest
 from whorl.corpus.deduplication.semantic.vectors import TextEncoder
-from whorl.corpus.measures import with_model_digest
+from whorl.corpus.measures.run import with_model_digest
 from whorl.corpus.provenance.catalog import Catalog
 from whorl.corpus.provenance.hashes import ContentHashes
 from whorl.errors import ConfigError, StoreError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from whorl.corpus.deduplication.settings import MinHashConfig, collision_probability
-from whorl.corpus.provenance import (
+from whorl.corpus.provenance.figures import (
     GroupCount,
     SourceCount,
     count_sources,

@@ -41,7 +41,7 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
     from whorl.align.model.policy_model import frozen_reference
     from whorl.align.rl.evaluation import evaluate_policy, read_fitting_tasks
     from whorl.align.rl.rollout import RolloutWorker
-    from whorl.align.rl.samples import rollout_table
+    from whorl.align.rl.samples import make_samples, rollout_table
     from whorl.align.rl.train import train_policy
     from whorl.align.stage.io import load_stage_model, open_policy, record_pass_criterion, save_stage_model
 
@@ -73,10 +73,11 @@ def rl(ctx: StepContext, config: RLConfig) -> None:
     criterion = record_pass_criterion(tasks.test, ctx.summary, ctx.progress.log)
 
     def evaluate(name: str) -> dict[str, float]:
-        found, samples[name] = evaluate_policy(
+        found, sampled = evaluate_policy(
             network, tokenizer, tasks.test, temperature=config.temperature, seed=config.seed,
             reward_model=reward_model, **limits,
         )  # fmt: skip
+        samples[name] = make_samples(sampled.items)
         return found
 
     def note(metrics: dict[str, float]) -> str:
