@@ -15,12 +15,12 @@ import pytest
 import torch
 from tests.support.align.kill_at_step import same_weights
 from tests.support.train import tiny
+from tests.support.train.checkpoint_states import load_latest
 from tests.support.train.task_runs import STEPS, TASKS, Run, write_inputs
 
 from whorl.errors import ConfigError
 from whorl.machine.process import Child
 from whorl.objectives.next_token import Loss
-from whorl.train.checkpoint.format import load_latest
 from whorl.train.learner.learner import UpdateState
 from whorl.train.lm.pretrain import pretrain
 from whorl.train.resilience.preemption import PreemptedError

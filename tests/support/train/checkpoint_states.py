@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from whorl.train.checkpoint.format import save
+from whorl.errors import CheckpointError
+from whorl.train.checkpoint import writer
+from whorl.train.checkpoint.format import Checkpoint, NewerFormatError, build_index, load
+from whorl.train.checkpoint.staging import Layout, StagingBuffer, copy_pool, copy_to_staging
+
+
+def save(
+    folder: Path, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], keep: int = 2
+) -> Path:
+    """Write a checkpoint without a writer process."""
+    buffer, layout = StagingBuffer(), Layout.from_tensors(tensors)
+    try:
+        with copy_pool() as threads:
+            copy_to_staging(buffer, layout, tensors, threads)
+        view = buffer.view(0, buffer.size)
+        return writer.write_checkpoint(folder, build_index(step, layout, metadata), view, keep=keep)
+    finally:
+        buffer.close()
+
+
+def load_latest(folder: Path, log: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
+    """Return the newest valid checkpoint of `folder`, or None. `log` receives the reason for each rejected one."""
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        try:
+            return load(path)
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            log(f"rejected {path.name}: {error}")
+    return None
 
 
 def state(step: int = 1) -> dict[str, Tensor]:

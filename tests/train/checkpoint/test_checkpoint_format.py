@@ -1,4 +1,4 @@
-"""The checkpoint format: valid or rejected after any damage, readable as safetensors, ready for shards."""
+"""The checkpoint format: valid or rejected after any damage, readable as safetensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tests.support.train.checkpoint_states import same, save_steps, state
+from safetensors.torch import load_file
+from tests.support.train.checkpoint_states import load_latest, same, save, save_steps, state
 
 from whorl.errors import CheckpointError, DiskFullError
 from whorl.train.checkpoint import writer
-from whorl.train.checkpoint.format import NewerFormatError, load, load_latest, restore, save
+from whorl.train.checkpoint.format import NewerFormatError, load, restore
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.checkpoint.staging import Layout, StagingBuffer
 
@@ -93,7 +93,6 @@ def index_is(text: str) -> Callable[[Path], Any]:
         (lambda path: (path / "state.json").unlink(), "state.json is missing"),
         (index_is(""), "not an index"),
         (index_is("[1, 2]"), "step-00000002"),
-        (index_is('{"format": 1, "step": 2}'), "checkpoint format 1"),
         (index_is('{"body": {"format": 2, "step": 2}}'), "checkpoint format 2"),
         (lambda path: os.truncate(path / "state.safetensors", 5000), "has 5,000 bytes"),
         (_wrong_hash, "hash type 'md5'"),
@@ -116,23 +115,6 @@ def test_newer_format_raises(tmp_path: Path) -> None:
     for read in (lambda: load_latest(tmp_path), CheckpointManager(tmp_path, {}).resume):
         with pytest.raises(NewerFormatError, match=words):
             read()
-
-
-def test_load_assembles_tensors_from_pieces(tmp_path: Path) -> None:
-    """Pieces in several files, as sharded ranks would write them."""
-    path, whole, pieces = save(tmp_path, 1, state(), {}), state(), []
-    with edited_index(path) as body:
-        for number, start, rows in ((1, 0, 120), (2, 120, 180)):
-            name = f"state-0000{number}-of-00002.safetensors"
-            save_file({"weights/a": whole["weights/a"][start : start + rows].contiguous()}, path / name)
-            content = (path / name).read_bytes()
-            offset = 8 + int.from_bytes(content[:8], "little")
-            hashes = [writer.digest(content[at : at + 4096]) for at in range(0, len(content), 4096)]
-            chunked = {"hash": writer.HASH, "chunk": 4096, "chunks": hashes}
-            body["files"][name] = {"bytes": len(content), **chunked}
-            pieces.append({"file": name, "start": [start, 0], "shape": [rows, 257], "offset": offset})
-        body["tensors"]["weights/a"]["pieces"] = pieces
-    assert same(load(path).tensors, whole)
 
 
 def test_restore_converts_dtypes_and_rejects_mismatch() -> None:

@@ -10,14 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.train.checkpoint_states import state
+from tests.support.train.checkpoint_states import load_latest, state
 from tests.support.train.child_runs import start
 from tests.support.train.pretraining import assert_equal, train
 from tests.support.train.tiny import job
 
 from whorl.errors import CheckpointError
 from whorl.machine.process import Child
-from whorl.train.checkpoint.format import load_latest
 from whorl.train.checkpoint.manager import CheckpointManager
 
 

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
-from tests.support.train.checkpoint_states import same, state
+from tests.support.train.checkpoint_states import load_latest, same, state
 from tests.support.train.pretraining import train, train_notes
 from tests.support.train.tiny import job
 
 from whorl.machine import kernel_choice
 from whorl.machine.kernel_choice import VARIABLE, fastest, time_candidates
 from whorl.train.checkpoint import writer
-from whorl.train.checkpoint.format import NewerFormatError, load_latest
+from whorl.train.checkpoint.format import NewerFormatError
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.checkpoint.remote import RemoteStore
 from whorl.train.checkpoint.size_report import bytes_per_parameter, format_line

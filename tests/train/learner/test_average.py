@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from tests.support.train.checkpoint_states import load_latest
 from tests.support.train.pretraining import assert_close, assert_resume_is_exact, train, weights
 from tests.support.train.tiny import Notes, job
 from torch import Tensor
 
 from whorl.models import Transformer
-from whorl.train.checkpoint.format import load_latest
 from whorl.train.learner.average import EMA_INTERVAL
 from whorl.train.lm.build import build_model
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.train.checkpoint_states import load_latest
 from tests.support.train.learners import adamw_learner, networks, part, run
 from tests.support.train.model_shapes import EXPERTS, HEADS, shape
 from tests.support.train.pretraining import assert_equal, train, train_notes
@@ -20,7 +21,6 @@ from whorl.nn import Linear
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.train import trainer
-from whorl.train.checkpoint.format import load_latest
 from whorl.train.config import SpikeGuardConfig
 from whorl.train.job import Job
 from whorl.train.learner.learner import Learner, SharedState

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bench.engine.support.no_cache import generate_without_cache
+from tests.support.train.checkpoint_states import load_latest
 from tests.support.train.model_shapes import EXPERTS, HEADS, disturbed, shape
 from tests.support.train.pretraining import assert_equal, assert_resume_is_exact, train, weights
 from tests.support.train.tiny import Notes, job, make_tokens
@@ -18,7 +19,6 @@ from whorl.engine.engine import Engine
 from whorl.errors import ConfigError
 from whorl.models import Transformer, load_model, make_model, save_model
 from whorl.parallel.process_group import ProcessGroup
-from whorl.train.checkpoint.format import load_latest
 from whorl.train.config import OptimConfig, RoutingConfig
 from whorl.train.lm.objective import LMObjective, param_optims
 from whorl.train.metrics.moe_balance import MoEBalancer

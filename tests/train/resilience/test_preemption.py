@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.support.train.checkpoint_states import load_latest
 from tests.support.train.child_runs import start
 from tests.support.train.pretraining import assert_equal, raw_text, train, train_notes
 from tests.support.train.tiny import Notes, job
@@ -18,7 +19,6 @@ from tests.support.train.tiny import Notes, job
 from whorl.tokens.loader import TokenProducer
 from whorl.tokens.stream import StreamProducer
 from whorl.train.checkpoint import manager as keeper
-from whorl.train.checkpoint.format import load_latest
 from whorl.train.learner.learner import UpdateState
 from whorl.train.lm.objective import LMObjective
 from whorl.train.metrics.validation import Validator

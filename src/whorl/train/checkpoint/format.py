@@ -10,14 +10,13 @@ The folder is written under a temporary name, flushed, then renamed (`writer.py`
 complete. Reading verifies everything *before* use, takes the newest valid checkpoint and logs the reason for each
 rejected one.
 
-The index lists each tensor as a list of pieces:
+The index lists each tensor with its place:
 
     "weights/head": {"dtype": "F32", "shape": [8192, 384], "pieces": [
         {"file": "state.safetensors", "start": [0, 0], "shape": [8192, 384], "offset": 4096}]}
 
-Today each tensor has one piece in one file. Sharded states can use a file per rank (`state-00002-of-00008.safetensors`)
-without a change of the format: `load` assembles any number of pieces. Names contain no ranks, so any number of
-replicas, device and dtype can read a state. A *job* resumes only if its identity is equal (`job.identity`).
+Names contain no ranks, so any number of replicas, device and dtype can read a state. A *job* resumes only if its identity
+is equal (`job.identity`).
 
 `format` increases when an older reader would misread. A newer format raises: resuming from an older checkpoint instead
 would lose work. An older format is rejected with a message. Several threads read chunks with O_DIRECT into the staging
@@ -28,15 +27,15 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from whorl.errors import CheckpointError
@@ -49,20 +48,9 @@ from whorl.train.checkpoint.staging import (
     StagingBuffer,
     copy_all,
     copy_pool,
-    copy_to_staging,
     read_pool,
 )
 from whorl.train.checkpoint.writer import FORMAT, HASH, INDEX, TENSORS
-
-DEFAULT_KEEP = 2
-FLOAT_DTYPES = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
 
 
 class NewerFormatError(CheckpointError):
@@ -89,47 +77,6 @@ def build_index(step: int, layout: Layout, metadata: Mapping[str, Any]) -> dict[
         whole = {"file": TENSORS, "start": [0] * len(shape), "shape": shape, "offset": entry.offset}
         tensors[name] = {"dtype": entry.dtype, "shape": shape, "pieces": [whole]}
     return {"step": step, "bytes": layout.n_bytes, "tensors": tensors, "metadata": dict(metadata)}
-
-
-def save(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, Any],
-    *,
-    keep: int = DEFAULT_KEEP,
-) -> Path:
-    """Write the checkpoint of `step` synchronously, and remove all but the newest `keep`.
-
-    Raises:
-        DiskFullError: no space; older checkpoints are untouched.
-    """
-    buffer, layout = StagingBuffer(), Layout.from_tensors(tensors)
-    try:
-        with copy_pool() as threads:
-            copy_to_staging(buffer, layout, tensors, threads)
-        view = buffer.view(0, buffer.size)
-        return writer.write_checkpoint(folder, build_index(step, layout, metadata), view, keep=keep)
-    finally:
-        buffer.close()
-
-
-def load_latest(
-    folder: Path, log: Callable[[str], None] = lambda _: None, staging: StagingBuffer | None = None
-) -> Checkpoint | None:
-    """Return the newest valid checkpoint of `folder`, or None. `log` receives the reason for each rejected one.
-
-    Raises:
-        NewerFormatError: there is a checkpoint of a newer format.
-    """
-    for path in sorted(folder.glob("step-*"), reverse=True):
-        try:
-            return load(path, staging)
-        except NewerFormatError:
-            raise
-        except CheckpointError as error:
-            log(f"rejected {path.name}: {error}")
-    return None
 
 
 def read_index(path: Path) -> dict[str, Any]:
@@ -165,25 +112,15 @@ def load(path: Path, staging: StagingBuffer | None = None) -> Checkpoint:
     body = read_index(path)
     staging = staging or StagingBuffer()
     try:
-        files: dict[str, Any] = body["files"]
-        sizes = {name: int(file["bytes"]) for name, file in files.items()}
-        starts, end = {}, 0
-        for name, size in sizes.items():
-            have = (path / name).stat().st_size
-            if have != size:
-                raise CheckpointError(f"{path / name} has {have:,} bytes", expected=f"{size:,}")
-            starts[name], end = end, end + -(-size // PAGE) * PAGE
-        staging.ensure_capacity(end)
+        file = body["files"][TENSORS]
+        size, have = int(file["bytes"]), (path / TENSORS).stat().st_size
+        if have != size:
+            raise CheckpointError(f"{path / TENSORS} has {have:,} bytes", expected=f"{size:,}")
+        whole_pages = -(-size // PAGE) * PAGE
+        staging.ensure_capacity(whole_pages)
         with read_pool() as threads:
-            for name, start in starts.items():
-                _read(
-                    path / name,
-                    files[name],
-                    sizes[name],
-                    staging.view(start, -(-sizes[name] // PAGE) * PAGE),
-                    threads,
-                )
-        tensors = {name: _assemble(t, staging, starts) for name, t in body["tensors"].items()}
+            _read(path / TENSORS, file, size, staging.view(0, whole_pages), threads)
+        tensors = {name: _tensor(entry, staging) for name, entry in body["tensors"].items()}
         return Checkpoint(int(body["step"]), tensors, body["metadata"])
     except CheckpointError:
         raise
@@ -231,23 +168,13 @@ def _read(path: Path, file_entry: Mapping[str, Any], size: int, into: memoryview
             os.close(each)
 
 
-def _assemble(tensor_entry: Mapping[str, Any], staging: StagingBuffer, starts: Mapping[str, int]) -> Tensor:
-    """Assemble a tensor from its pieces; a single full piece is returned without a copy."""
-    shape, dtype = tuple(tensor_entry["shape"]), str(tensor_entry["dtype"])
-    whole: Tensor | None = None
-    for piece in tensor_entry["pieces"]:
-        part = tuple(piece["shape"])
-        size = DTYPES_BY_NAME[dtype].itemsize
-        for n in part:
-            size *= n
-        found = staging.tensor(Entry(dtype, part, int(piece["offset"]), size), starts[piece["file"]])
-        if part == shape:
-            return found
-        whole = torch.empty(shape, dtype=DTYPES_BY_NAME[dtype]) if whole is None else whole
-        whole[tuple(slice(s, s + n) for s, n in zip(piece["start"], part, strict=True))] = found
-    if whole is None:
-        raise ValueError(f"a tensor of shape {shape} has no pieces")
-    return whole
+def _tensor(entry: Mapping[str, Any], staging: StagingBuffer) -> Tensor:
+    """Return a tensor of the index, a view of the buffer."""
+    (piece,) = entry["pieces"]
+    dtype, shape = str(entry["dtype"]), tuple(piece["shape"])
+    return staging.tensor(
+        Entry(dtype, shape, int(piece["offset"]), DTYPES_BY_NAME[dtype].itemsize * math.prod(shape))
+    )
 
 
 def restore(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
@@ -264,7 +191,7 @@ def restore(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None
                 expected=f"{'no such tensor' if want is None else tuple(want.shape)}",
                 do="the checkpoint is of another model: remove it to start from step 0",
             )
-        if want.dtype != have.dtype and not (want.dtype in FLOAT_DTYPES and have.dtype in FLOAT_DTYPES):
+        if want.dtype != have.dtype and not (want.dtype.is_floating_point and have.dtype.is_floating_point):
             raise CheckpointError(
                 f"checkpoint tensor {name!r} has dtype {have.dtype}", expected=str(want.dtype)
             )

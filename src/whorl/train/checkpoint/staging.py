@@ -152,10 +152,10 @@ class StagingBuffer:
         assert self.memory is not None
         return memoryview(self.memory)[start : start + n_bytes]
 
-    def tensor(self, entry: Entry, start: int = 0) -> Tensor:
-        """A view of the tensor at this entry; `start` is the offset of its file in the buffer."""
-        begin = start + entry.offset
-        return self.flat[begin : begin + entry.n_bytes].view(DTYPES_BY_NAME[entry.dtype]).view(entry.shape)
+    def tensor(self, entry: Entry) -> Tensor:
+        """A view of the tensor at this entry."""
+        content = self.flat[entry.offset : entry.offset + entry.n_bytes]
+        return content.view(DTYPES_BY_NAME[entry.dtype]).view(entry.shape)
 
     def close(self) -> None:
         """Free the memory as soon as no view is left."""

@@ -51,8 +51,6 @@ def dump_index(body: dict[str, Any]) -> str:
 def parse_index(text: str) -> dict[str, Any]:
     """Parse an index. Raises ValueError or KeyError if it is invalid or was changed."""
     found = json.loads(text)
-    if "body" not in found:  # format 1 had no body
-        return dict(found)
     body: dict[str, Any] = found["body"]
     if body.get("format") == FORMAT and found[HASH] != digest(_canonical(body)):
         raise ValueError("the content differs from the recorded hash")
