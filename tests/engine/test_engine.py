@@ -16,6 +16,7 @@ from whorl.engine import EngineConfig, SamplingParams, Token, fastest_dtype, loa
 from whorl.engine.engine import Engine
 from whorl.engine.request import Generation, Request
 from whorl.errors import ConfigError
+from whorl.machine import kernel_choice
 from whorl.machine.device_probe import probe
 from whorl.models import Transformer, save_model
 
@@ -33,7 +34,9 @@ def test_load_for_sampling(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slow", [torch.float32, torch.bfloat16])
-def test_fastest_dtype_avoids_slower_one(slow: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_dtype_avoids_slower_one(
+    slow: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     real = torch.nn.functional.linear
 
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -42,6 +45,8 @@ def test_fastest_dtype_avoids_slower_one(slow: torch.dtype, monkeypatch: pytest.
         return real(x, weight)
 
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    monkeypatch.setattr(kernel_choice, "choices_file", lambda: tmp_path / "kernels.json")
+    monkeypatch.setattr(kernel_choice, "_chosen", {})
     machine = dataclasses.replace(probe(), device="cpu", dtype="bfloat16")
     assert fastest_dtype(model().config, machine) != slow
 

@@ -7,12 +7,14 @@ flag gives the size where this changes. So one step's matrix products are timed 
 
 from __future__ import annotations
 
-import time
+from functools import cache, partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from whorl.machine.device_probe import Machine
+from whorl.machine.kernel_choice import fastest
 from whorl.models import LanguageModel, TransformerConfig, load_model, make_model, read_config
 from whorl.nn import Linear
 from whorl.nn.compiler import meta_device
@@ -20,7 +22,6 @@ from whorl.nn.compiler import meta_device
 # Of fp32 weights; larger models do not fit a cache, and fewer layers give the same answer.
 MAX_TIMED_BYTES = 256e6
 MAX_TIMED_LAYERS = 100
-ROUNDS = 5
 
 
 def load_for_sampling(folder: Path, machine: Machine, batch_size: int = 1) -> LanguageModel:
@@ -35,9 +36,8 @@ def load_for_sampling(folder: Path, machine: Machine, batch_size: int = 1) -> La
 
 @torch.inference_mode()
 def fastest_dtype(config: TransformerConfig, machine: Machine, batch_size: int = 1) -> torch.dtype:
-    """Return the faster compute dtype for decoding `batch_size` sequences of this shape; takes a few milliseconds."""
-    untimed = torch.are_deterministic_algorithms_enabled()  # timing must not decide
-    if machine.device != "cpu" or machine.torch_dtype == torch.float32 or untimed:
+    """Return the faster compute dtype for decoding `batch_size` sequences of this shape (`machine/kernel_choice.py`)."""
+    if machine.device != "cpu" or machine.torch_dtype == torch.float32:
         return machine.torch_dtype
     with meta_device():
         blocks = make_model(
@@ -51,15 +51,20 @@ def fastest_dtype(config: TransformerConfig, machine: Machine, batch_size: int =
             shapes += layer
     if not shapes:
         return machine.torch_dtype
-    seconds = {}
-    for dtype in (torch.float32, machine.torch_dtype):
-        weights = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-        inputs = {d_in: torch.zeros(batch_size, d_in, dtype=dtype) for _, d_in in shapes}
-        times = []
-        for _ in range(ROUNDS):
-            started = time.perf_counter()
-            for weight in weights:
-                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
-            times.append(time.perf_counter() - started)
-        seconds[dtype] = min(times)
-    return min(seconds, key=lambda dtype: seconds[dtype])
+
+    @cache
+    def operands(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        return [
+            (torch.zeros(batch_size, shape[1], dtype=dtype), torch.zeros(shape, dtype=dtype))
+            for shape in shapes
+        ]
+
+    def multiply(dtype: torch.dtype) -> None:
+        for x, weight in operands(dtype):
+            torch.nn.functional.linear(x, weight)
+
+    name = (
+        f"sampling_dtype {batch_size} rows, {len(shapes)} products, {sum(a * b for a, b in shapes)} weights"
+    )
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (machine.torch_dtype, torch.float32)}
+    return dtypes[fastest(name, {key: partial(multiply, dtype) for key, dtype in dtypes.items()})]

@@ -60,7 +60,7 @@ FORCE = "WHORL_CHOOSE"
 REMEDY = f"remove it from `kernels`, from {FORCE} or from the setting"
 OPERATIONS = (
     "attention", "mlp", "linear", "cross_entropy", "head", "update", "adamw", "orthogonalize", "engine_step",
-    "rollout_step",
+    "rollout_step", "sampling_dtype",
 )  # fmt: skip
 BACKENDS = {"cpu": ("torch", "native"), "gpu": ("torch", "triton")}  # choices for all operations of a device
 VARIABLE = "WHORL_CHOICES"  # the folder of `recorded_choices`, for this process and its children
