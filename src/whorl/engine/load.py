@@ -7,7 +7,7 @@ flag gives the size where this changes. So one step's matrix products are timed 
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,9 +40,8 @@ def fastest_dtype(config: TransformerConfig, machine: Machine, batch_size: int =
     if machine.device != "cpu" or machine.torch_dtype == torch.float32:
         return machine.torch_dtype
     with meta_device():
-        blocks = make_model(
-            config.model_copy(update={"n_layers": min(config.n_layers, MAX_TIMED_LAYERS)})
-        ).blocks
+        few = config.model_copy(update={"n_layers": min(config.n_layers, MAX_TIMED_LAYERS)})
+        blocks = make_model(few).blocks
     # Expert layers are left out: a token uses few of them, one after another.
     layers = [[tuple(m.weight.shape) for m in block.modules() if isinstance(m, Linear)] for block in blocks]
     shapes: list[tuple[int, ...]] = []
@@ -52,19 +51,13 @@ def fastest_dtype(config: TransformerConfig, machine: Machine, batch_size: int =
     if not shapes:
         return machine.torch_dtype
 
-    @cache
-    def operands(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        return [
-            (torch.zeros(batch_size, shape[1], dtype=dtype), torch.zeros(shape, dtype=dtype))
-            for shape in shapes
-        ]
-
-    def multiply(dtype: torch.dtype) -> None:
-        for x, weight in operands(dtype):
-            torch.nn.functional.linear(x, weight)
+    def multiply(weights: list[Tensor]) -> None:
+        for weight in weights:
+            torch.nn.functional.linear(weight.new_zeros(batch_size, weight.shape[1]), weight)
 
     name = (
         f"sampling_dtype {batch_size} rows, {len(shapes)} products, {sum(a * b for a, b in shapes)} weights"
     )
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (machine.torch_dtype, torch.float32)}
-    return dtypes[fastest(name, {key: partial(multiply, dtype) for key, dtype in dtypes.items()})]
+    weights = {key: [torch.zeros(shape, dtype=dtype) for shape in shapes] for key, dtype in dtypes.items()}
+    return dtypes[fastest(name, {key: partial(multiply, weights[key]) for key in dtypes})]

@@ -83,7 +83,7 @@ def train_with_slow_phase(channel: Channel, tokens: Path, scratch: Path) -> None
     LMObjective.__call__ = call  # type: ignore[method-assign]
     wanted = job(tokens, replicas=2, serial_loader=False, steps=60, evaluations=6)
     try:
-        pretrain(wanted, scratch, Notes(), checkpoint_seconds=1e9, folder=scratch / "watch")
+        pretrain(wanted, scratch, Notes(), checkpoint_seconds=1e9, heartbeat_dir=scratch / "watch")
     except PreemptedError as error:
         channel.send(str(error))
         sys.exit(error.exit_code)

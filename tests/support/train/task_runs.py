@@ -89,7 +89,7 @@ def _pretrain(run: Run) -> torch.nn.Module:
     job = tiny.job(run.folder / "tokens", steps=STEPS, replicas=run.replicas, batch_size=12)
     return pretrain(
         job, run.scratch or run.folder / f"pretrain-{time.monotonic_ns()}", notes,
-        checkpoint_seconds=OFTEN, log=run.log, folder=run.heartbeat_dir,
+        checkpoint_seconds=OFTEN, log=run.log, heartbeat_dir=run.heartbeat_dir,
     )  # fmt: skip
 
 

@@ -78,14 +78,14 @@ def test_stall_limit_follows_usual_step(tmp_path: Path) -> None:
 
 def test_heartbeat_written_and_crash_reported(tokens: Path, tmp_path: Path) -> None:
     messages: list[str] = []
-    train(job(tokens), tmp_path / "a", folder=tmp_path / "watch", log=messages.append)
+    train(job(tokens), tmp_path / "a", heartbeat_dir=tmp_path / "watch", log=messages.append)
     file = tmp_path / "watch" / "heartbeat.json"
     beat = json.loads(file.read_text())
     assert beat["state"] == "ended" and beat["step"] == beat["steps"] == 12 and beat["memory_bytes"] > 1e7
     assert not messages and not list((tmp_path / "watch").glob("stacks-*")), "nothing to look at"
     beat |= {"state": "training", "pid": 2**22 + 1, "step": 7}
     file.write_text(json.dumps(beat))
-    train(job(tokens), tmp_path / "b", folder=tmp_path / "watch", log=messages.append)
+    train(job(tokens), tmp_path / "b", heartbeat_dir=tmp_path / "watch", log=messages.append)
     (line,) = [line for line in messages if "ended without a final heartbeat after step 7" in line]
     assert "out of memory" in line
 

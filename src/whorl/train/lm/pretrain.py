@@ -7,7 +7,7 @@ with planned seconds is shortened if it falls behind (`resilience/deadline.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +23,6 @@ from whorl.tokens.stream import StreamBatches
 from whorl.tracking.seeds import derive
 from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager
-from whorl.train.checkpoint.stats import CheckpointStats
-from whorl.train.config import CheckpointConfig
 from whorl.train.job import Job, RowShape, identity, row_shape, steps_per_epoch
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
@@ -48,14 +46,10 @@ def pretrain(
     scratch: Path,
     callback: TrainCallback,
     *,
-    checkpoint_seconds: float = 30.0,
-    checkpoint_config: CheckpointConfig | None = None,
-    checkpoint_stats: CheckpointStats | None = None,
     log: Callable[[str], None] = lambda _: None,
     stop_after: int | None = None,
-    branch_points: Collection[int] = (),
     branch_start: Path | None = None,
-    folder: Path | None = None,
+    **options: Any,
 ) -> LanguageModel:
     """Train `job` to its end, from the newest checkpoint if there is one, and return the model.
 
@@ -63,7 +57,7 @@ def pretrain(
         scratch: folder for checkpoints.
         branch_start: state of a stable run, used if there is no checkpoint yet (`decay_branches.py`); or the folder of a
             saved model of the same shape, whose weights the run starts from.
-        folder: of the heartbeat. The other arguments are those of `RunOptions` and `Trainer`.
+        log, stop_after: of `Trainer`. options: those of `RunOptions` that do not follow from the job.
 
     Raises:
         BudgetError: fewer rows than one batch, or activations above their budget.
@@ -81,21 +75,17 @@ def pretrain(
             TokenProducer(Path(job.tokens), "train", rows.seq_len, rows.batch_size).check()
     lr_schedule.check_warmup(job.steps, job.schedule)
     task = PretrainTask(job, branch_start)
-    options = RunOptions(
+    run = RunOptions(
         scratch=scratch,
-        checkpoint_seconds=checkpoint_seconds,
-        checkpoint_config=checkpoint_config,
-        checkpoint_stats=checkpoint_stats,
         replicas=job.replicas,
         threads=job.threads if job.device == "cpu" else None,
         spike_guard=job.spike_guard,
         ema=job.ema,
         routing=job.routing,
         deterministic=job.deterministic,
-        branch_points=branch_points,
-        heartbeat_dir=folder,
+        **options,
     )
-    Trainer(task, options, callback, log=log).fit(stop_after=stop_after)
+    Trainer(task, run, callback, log=log).fit(stop_after=stop_after)
     return task.networks
 
 

@@ -56,7 +56,7 @@ def train_and_save(
     def train(*, callback: Any, checkpoint_dir: Path, heartbeat_dir: Path, log: Any) -> LanguageModel:
         return run_training(
             job, checkpoint_dir, callback, checkpoint_seconds=run.checkpoint_seconds, checkpoint_config=run.checkpoints,
-            checkpoint_stats=stats, log=log, branch_points=branch_steps, branch_start=start, folder=heartbeat_dir,
+            checkpoint_stats=stats, log=log, branch_points=branch_steps, branch_start=start, heartbeat_dir=heartbeat_dir,
         )  # fmt: skip
 
     start_later_builds()
