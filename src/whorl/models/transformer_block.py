@@ -130,26 +130,8 @@ class TransformerBlock(nn.Module):
         self.mlp: MLP | MixtureOfExperts
         experts = config.experts
         if experts is not None and config.has_experts(layer):
-            self.mlp = MixtureOfExperts(
-                config.d_model,
-                experts.hidden,
-                experts.n_experts,
-                experts.top_k,
-                kind=config.mlp,
-                shared_hidden=experts.shared_hidden,
-                shared_gate=experts.shared_gate,
-                routing=experts.routing,
-                scoring=experts.scoring,
-                norm_topk_prob=experts.norm_topk_prob,
-                capacity_factor=experts.capacity_factor,
-                overflow=experts.overflow,
-                expert_dropout=experts.expert_dropout,
-                token_dropout=experts.token_dropout,
-                scale=experts.scale,
-                bias_balance=experts.bias_balance,
-                groups=experts.groups,
-                generator=generator,
-            )
+            options = experts.model_dump(exclude={"dense_layers"})
+            self.mlp = MixtureOfExperts(config.d_model, kind=config.mlp, generator=generator, **options)
         else:
             self.mlp = MLP(config.d_model, config.mlp_hidden, config.mlp, generator, bias=config.mlp_bias)
         self.mlp_after = make_norm(config) if config.sandwich else nn.Identity()

@@ -25,13 +25,14 @@ Parameters are selected by name: `router_parameter_names` for freezing, `expert_
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError
 from whorl.nn.experts.experts import Experts
-from whorl.nn.experts.router import MoERouter, Overflow, Routing, RoutingMethod, Scoring
+from whorl.nn.experts.router import MoERouter, Routing
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP, Activation
 
@@ -42,7 +43,7 @@ class MixtureOfExperts(nn.Module):
     Args:
         hidden: width of one expert; shared_hidden: of the shared expert, 0 for none; shared_gate: weight the shared expert
             by a learned sigmoid of the token.
-        others: see `MoERouter`.
+        n_experts, top_k, router: see `MoERouter`.
     """
 
     def __init__(
@@ -55,27 +56,14 @@ class MixtureOfExperts(nn.Module):
         kind: Activation = "swiglu",
         shared_hidden: int = 0,
         shared_gate: bool = False,
-        routing: RoutingMethod = "dropless",
-        scoring: Scoring = "softmax",
-        norm_topk_prob: bool = True,
-        capacity_factor: float = 1.25,
-        overflow: Overflow = "next",
-        scale: float = 1.0,
-        bias_balance: bool = False,
-        groups: tuple[int, int] | None = None,
-        expert_dropout: float = 0.0,
-        token_dropout: float = 0.0,
         generator: torch.Generator | None = None,
+        **router: Any,
     ) -> None:
         super().__init__()
         if shared_gate and not shared_hidden:
             raise ConfigError("shared_gate without a shared expert", expected="shared_hidden above 0")
         self.d = d
-        self.router = MoERouter(
-            d, n_experts, top_k, routing=routing, scoring=scoring, norm_topk_prob=norm_topk_prob,
-            capacity_factor=capacity_factor, overflow=overflow, scale=scale, groups=groups, bias_balance=bias_balance,
-            expert_dropout=expert_dropout, token_dropout=token_dropout, generator=generator,
-        )  # fmt: skip
+        self.router = MoERouter(d, n_experts, top_k, generator=generator, **router)
         self.experts = Experts(n_experts, d, hidden, kind, generator=generator)
         self.shared = MLP(d, shared_hidden, kind, generator=generator) if shared_hidden else None
         self.shared_gate = Linear(d, 1, std=d**-0.5, generator=generator) if shared_gate else None
