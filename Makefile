@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: quickstart test check types contracts bench-smoke .venv clean
+.PHONY: quickstart test check lint types contracts bench-smoke .venv clean
 
 quickstart: .venv
 	$(BIN)/whorl run quickstart
@@ -20,9 +20,11 @@ bench-smoke: .venv/dev  ## every bench at tiny sizes; SLICE=2/16 runs a part
 	$(BIN)/python bench/run_all.py --smoke --slice $(or $(SLICE),1/1)
 
 check: .venv/dev  ## lint, format, types, import contracts
+	$(MAKE) --no-print-directory -j 2 lint types contracts
+
+lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(MAKE) --no-print-directory -j 2 types contracts
 
 types: .venv/dev
 	$(BIN)/mypy
