@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.cli import output_of, succeed
-from tests.support.e2e_recipe import MOE_RECIPE
+from tests.support.cli import succeed
 
 from whorl.store import Store
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
 
 
-def test_mixture_of_experts_trains_and_exports(code: Path, tmp_path: Path) -> None:
+def test_mixture_of_experts_trains_and_exports(mixture: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     import torch
 
@@ -22,8 +22,7 @@ def test_mixture_of_experts_trains_and_exports(code: Path, tmp_path: Path) -> No
     def sample(name: str) -> str:
         return succeed(tmp_path, "sample", name, "def ", "-n", 12, "--temperature", 0).stdout
 
-    (tmp_path / "small.toml").write_text(MOE_RECIPE.replace("CODE", str(code)))
-    assert "4 experts, top 2" in output_of("run", "small.toml", cwd=tmp_path)
+    shutil.copytree(mixture / ".whorl", tmp_path / ".whorl")
     store = Store(tmp_path / ".whorl")
     evaluation = store.open("small/evaluate").summary
     assert evaluation["bits_per_byte"] < 4.5  # a uniform model has 8, a unigram model about 4.7
