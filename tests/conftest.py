@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 if _CACHE.parts[-2:] != ("whorl", "tests"):  # as inherited by the workers of xdist
     os.environ["XDG_CACHE_HOME"] = str(_CACHE / "whorl" / "tests")
+
+# A property is tried with 50 examples, other ones in each run; a busy machine may take long over one of them.
+hypothesis.settings.register_profile("whorl", max_examples=50, deadline=None)
+hypothesis.settings.load_profile("whorl")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.corpus.test_rewriting import make_documents, run
@@ -25,7 +25,6 @@ PIECES = (
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=40).map(lambda parts: " ".join(parts).replace(" .", "."))
 
 
-@settings(deadline=None)  # the first call imports the measures
 @given(TEXTS)
 def test_kept_lines_are_those_that_the_measure_counts(text: str) -> None:
     kept, gone = without_bad_lines(text, C4LineConfig())

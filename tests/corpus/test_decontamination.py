@@ -72,7 +72,6 @@ def random_text(rng: random.Random, n: int, vocabulary: Sequence[str] = VOCABULA
     return " ".join(rng.choice(vocabulary) for _ in range(n))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 1 << 30), st.integers(2, 6))
 def test_scores_equal_plain_python(tmp_path_factory: pytest.TempPathFactory, seed: int, n: int) -> None:
     rng = random.Random(seed)
@@ -94,7 +93,7 @@ def test_scores_equal_plain_python(tmp_path_factory: pytest.TempPathFactory, see
         assert set(words_of) & set(item)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 1 << 30), st.sampled_from(["verbatim", "wrapped", "capitals", "embedded", "quoted"]))
 def test_planted_item_is_always_found(tmp_path_factory: pytest.TempPathFactory, seed: int, form: str) -> None:
     rng = random.Random(seed)
@@ -118,7 +117,6 @@ def test_planted_item_is_always_found(tmp_path_factory: pytest.TempPathFactory, 
     assert split_words(planted)[match.begin : match.end] == split_words(item)
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(max_size=30), max_size=6))
 def test_word_hashes_equal_reference(texts: list[str]) -> None:
     words = hash_words(texts)

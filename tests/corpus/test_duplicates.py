@@ -51,7 +51,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS, CONFIGS)
 @pytest.mark.usefixtures("path")
 def test_minhash_block_equals_reference(texts: list[bytes], config: MinHashConfig) -> None:
@@ -156,7 +156,7 @@ def removable(texts: list[bytes], config: MinHashConfig) -> NDArray[np.bool_]:
     return verifying.matches(sets, none, none, none == 1, config)[0] >= 0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS, st.sampled_from([0.3, 0.5, 1.0]))
 @pytest.mark.usefixtures("path")
 def test_removals_are_pairs_of_that_exact_similarity(texts: list[bytes], threshold: float) -> None:

@@ -258,7 +258,7 @@ def test_any_number_of_workers_gives_the_same_bytes(data: Path, tmp_path: Path) 
     assert len(found[0][1]) > 5 and found[0][0]["quarantine"]["bad_json"]["documents"] == 2
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.text(max_size=30) | st.integers(), min_size=1, max_size=20), st.integers(1, 300))
 def test_block_size_changes_no_document(values: list[Any], block_bytes: int) -> None:
     found = []
@@ -402,7 +402,6 @@ def test_fingerprint_depends_on_bytes_and_names(data: Path) -> None:
     assert fingerprint(config) != changed
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(max_size=40) | st.binary(max_size=40) | st.integers(), min_size=1, max_size=8))
 def test_jsonl_accounts_for_every_line(values: list[Any]) -> None:
     """Each line becomes one document or one rejection, and later lines are still read."""

@@ -59,7 +59,6 @@ def test_epoch_limit_fills_other_groups_in_proportion() -> None:
         shares([100, 200], [[1, 1], [0, 0]], 100, 4)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 10_000), min_size=2, max_size=4), st.data(), st.floats(0.5, 10), st.floats(0.5, 8),
     st.floats(0.05, 1), st.floats(0.05, 0.99),
@@ -165,7 +164,7 @@ def test_bad_mixtures_are_refused(
 
 
 @given(st.integers(0, 30), st.integers(1, 400_000))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_long_texts_are_divided_without_loss(lines: int, width: int) -> None:
     text = ("x" * width + "\n") * lines
     pieces = list(_pieces(text))

@@ -72,7 +72,7 @@ def run(
 LINES = st.lists(st.sampled_from(["a b", "a  b", "c", "", "longer line of words", "日本"]), max_size=5)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(LINES.map("\n".join).filter(str.strip), min_size=1, max_size=7),
     st.sampled_from(["first", "none"]),

@@ -7,7 +7,7 @@ import time
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.data.extraction import decode, extract, extract_html, extract_pdf
@@ -69,7 +69,6 @@ def test_binary_data_is_rejected(data: bytes) -> None:
     st.binary(max_size=300),
     st.sampled_from(["", "utf-8", "shift_jis", "utf-7", "hex", "idna", "\0", "a" * 99]),
 )
-@settings(deadline=None)
 def test_any_bytes_are_decoded_or_rejected(data: bytes, declared: str) -> None:
     try:
         text = decode(data, declared, is_html=True)
@@ -101,7 +100,6 @@ HTML = st.lists(
 
 
 @given(HTML, st.booleans())
-@settings(deadline=None)
 def test_any_html_gives_text(parts: list[str], main_content: bool) -> None:
     html = "".join(parts).encode("utf-8", "replace").decode()
     text = normalise(extract_html(html, main_content=main_content).text)

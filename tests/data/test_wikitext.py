@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.data.extraction.wikitext import plain_text
@@ -56,7 +56,6 @@ MARKUP = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(MARKUP), st.text(max_size=5))))
 def test_any_string_is_accepted(pieces: list[str]) -> None:
     text = plain_text("".join(pieces))
@@ -70,7 +69,6 @@ SHOWN = ["{}", "'''{}'''", "''{}''", "[[{}]]", "[[Target|{}]]", "[https://exampl
          "{{{{Template|x={{{{y}}}}}}}} {}", "<ref>z</ref> {}", "{}<!-- z -->"]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(WORD, st.sampled_from(SHOWN)), max_size=20))
 def test_plain_words_stay_in_order(parts: list[tuple[str, str]]) -> None:
     wikitext = " ".join(form.format(*[word] * 2) for word, form in parts)
@@ -78,7 +76,6 @@ def test_plain_words_stay_in_order(parts: list[tuple[str, str]]) -> None:
     assert plain_text(wikitext).split() == expected
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.one_of(WORD, st.sampled_from(["{{", "[[", "{|", "<ref>", "<nowiki>", "<!--", "'''", "* ", "=="])),

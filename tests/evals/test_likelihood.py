@@ -40,7 +40,7 @@ def test_each_target_is_scored_in_one_window(lengths: list[int], length: int) ->
     assert seen == [list(range(1, n)) for n in lengths]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.integers(2, 30), min_size=1, max_size=6), st.integers(0, 999), st.sampled_from([None, 12]))
 def test_document_within_window_has_exact_nats(lengths: list[int], seed: int, trained: int | None) -> None:
     """Also if rows beyond the trained length are treated differently from short ones."""

@@ -37,7 +37,7 @@ IDS = torch.randint(0, 97, (2, 150), generator=generator(3))
 lengths = st.lists(st.integers(1, 149), max_size=6, unique=True)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(lengths, st.sampled_from(["relu2", "swiglu"]), st.booleans(), st.sampled_from([None, 40, 150]))
 def test_decoder_decodes_in_pieces_like_one_forward(
     cuts: list[int], mlp: str, tied: bool, trained: int | None

@@ -23,7 +23,7 @@ def make_linear(d_in: int, d_out: int, bias: bool = False) -> Linear:
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_int4_packing_round_trips_with_earlier_column_low(rows: int, pairs: int, seed: int) -> None:
     codes = torch.randint(-8, 8, (rows, 2 * pairs), generator=gen(seed), dtype=torch.int8)
     packed = quantized.pack_int4(codes)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.nn.checks import assert_same_gradients, gen, randn, saved_sizes
 from torch import Tensor
@@ -58,7 +58,6 @@ def held_together(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor
     assert_close(*results, atol=1e-6, rtol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(0, 23),
     vocab=st.integers(1, 17),

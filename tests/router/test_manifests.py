@@ -57,7 +57,7 @@ MANIFESTS = st.builds(
 )
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(MANIFESTS)
 def test_kubernetes_manifests_match_the_schema(spec: DeploymentSpec) -> None:
     validate = pytest.importorskip("kubernetes_validate")
@@ -68,7 +68,7 @@ def test_kubernetes_manifests_match_the_schema(spec: DeploymentSpec) -> None:
             validate.validate(document, version, strict=True)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(MANIFESTS)
 def test_ray_config_matches_the_schema(spec: DeploymentSpec) -> None:
     schema = pytest.importorskip("ray.serve.schema")

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError
@@ -116,7 +116,6 @@ def test_prefix_index_evicts_oldest_leaf_first() -> None:
 requests = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 20)), min_size=1, max_size=80)
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 5), st.floats(0, 2), st.integers(1, 4), requests, st.integers(0, 2**32))
 def test_policy_respects_load_bound_and_counters(
     n: int, slack: float, floor: int, requests: list[tuple[int, int]], seed: int

@@ -39,7 +39,7 @@ def test_tests_inspect_files_of_the_folder(sandbox: Sandbox) -> None:
     assert failed.kind == "failed"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(files=st.dictionaries(NAME, st.binary(max_size=50), max_size=4))
 def test_any_files_come_back_unchanged(sandbox: Sandbox, files: dict[str, bytes]) -> None:
     result = sandbox.run(Program("", files=files, keep_files=True))

@@ -34,7 +34,7 @@ def test_run_all_keeps_order() -> None:
         assert sandbox.run_all([]) == []
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(text=st.text(max_size=200), tests=st.text(max_size=50))
 def test_any_text_has_result(sandbox: Sandbox, text: str, tests: str) -> None:
     result = sandbox.run(Program(text, tests))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError
@@ -60,7 +60,6 @@ class Walks:
 @given(
     st.integers(0, 999), st.integers(1, 3), st.integers(1, 5), st.integers(1, 12), st.sampled_from([0.0, 0.6])
 )
-@settings(max_examples=60, deadline=None)
 def test_draws_are_the_newest_steps(seed: int, copies: int, n: int, rollouts: int, alpha: float) -> None:
     walks, store = Walks(copies, seed), TransitionStore(24 * copies, copies, FIELDS, alpha=alpha)
     for _ in range(rollouts):

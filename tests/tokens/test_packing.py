@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.tiny import make_document
 
@@ -56,7 +56,6 @@ def same(a: list[dict[str, np.ndarray]], b: list[dict[str, np.ndarray]]) -> bool
     return all(np.array_equal(x[name], y[name]) for x, y in zip(a, b, strict=True) for name in x)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 70), max_size=30), st.integers(1, 20))
 def test_pack_makes_each_token_but_bos_a_target_once(sizes: list[int], length: int) -> None:
     lengths = np.array(sizes, np.int64)

@@ -71,7 +71,7 @@ def test_pairs_have_ids_of_harness(pair: tuple[str, str], encoder: TokenEncoder,
     assert (got.context, got.continuation) == harness_pair(oracle, *pair)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text("ab the,.1\n é", max_size=12), st.text("ab the,.1\n é", min_size=1, max_size=8))
 def test_random_pairs_have_ids_of_harness(
     encoder: TokenEncoder, oracle: Any, context: str, continuation: str

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
 from tokenizers import pre_tokenizers
@@ -57,7 +57,6 @@ def hf_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return saved(T, tmp_path_factory.mktemp("saved"))
 
 
-@settings(max_examples=300, deadline=None)
 @given(texts)
 @example("naïve café 😀😀 １２３ ½ don't I'LL a\u00a0b\u2003c\u200bd\t \r\n \f x")
 @example(Path(__file__).read_text().replace("<|", "< |"))
@@ -86,7 +85,6 @@ def test_saved_merges_match_ranks_for_small_alphabets(tmp_path: Path) -> None:
             assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False).ids
 
 
-@settings(max_examples=400, deadline=None)
 @given(texts | st.binary(max_size=200))
 def test_encode_decodes_exactly_without_special_ids(text: str | bytes) -> None:
     ids = T.encode(text)
@@ -94,7 +92,6 @@ def test_encode_decodes_exactly_without_special_ids(text: str | bytes) -> None:
     assert not len(ids) or int(ids.max()) < T.n_ordinary
 
 
-@settings(max_examples=700, deadline=None)
 @given(texts, st.lists(st.integers(0, 10**6), max_size=6), st.booleans(), st.booleans())
 def test_encode_stream_matches_encode_for_any_cut(
     text: str, cuts: list[int], as_bytes: bool, special: bool
@@ -133,7 +130,6 @@ def test_special_tokens_match_longest_first(text: str, ids: list[str]) -> None:
     assert T.encode(text, allow_special=True).tolist() == expected
 
 
-@settings(max_examples=200, deadline=None)
 @given(texts, texts)
 @example("", "x")
 @example("internationalization", "s")
@@ -160,7 +156,6 @@ NAMED = {
 GPT2 = NAMED["gpt2"]
 
 
-@settings(max_examples=200, deadline=None)
 @given(texts, st.lists(st.integers(0, 10**6), max_size=4), st.booleans())
 @example("it's I'LL  x\u00a0 y  \n  z ½１２３", [2], True)
 def test_gpt2_pattern_matches_hugging_face(text: str, cuts: list[int], special: bool) -> None:
@@ -184,7 +179,6 @@ def test_gpt2_pattern_matches_hugging_face(text: str, cuts: list[int], special: 
     assert GPT2.decode(healed.ids[1:]) + healed.forced_prefix == text.encode()
 
 
-@settings(max_examples=250, deadline=None)
 @given(texts, st.lists(st.integers(0, 10**6), max_size=4), st.booleans(), st.sampled_from(sorted(NAMED)))
 @example("IT'Ll x\u00a0 y  \n  z 日本。『x』 \x1c \x1f a/\n/ あAあAAAAb 't", [], True, "o200k")
 def test_named_patterns_stream_the_ids_of_the_whole(
@@ -270,7 +264,6 @@ def test_tokenizer_rejects_impossible_input(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
-@settings(max_examples=300, deadline=None)
 @given(any_counts, st.integers(256, 300), st.integers(1, 4))
 def test_train_matches_naive(counts: dict[bytes, int], n_tokens: int, min_count: int) -> None:
     fast = bpe.train(counts, n_tokens, min_count=min_count)
@@ -283,7 +276,6 @@ def test_train_matches_naive(counts: dict[bytes, int], n_tokens: int, min_count:
     assert fast[256:] == list(dict.fromkeys(left + right for left, right in merges))
 
 
-@settings(max_examples=50, deadline=None)
 @given(any_counts, st.randoms(use_true_random=False))
 def test_train_ignores_order_of_text(counts: dict[bytes, int], order: random.Random) -> None:
     items = list(counts.items())

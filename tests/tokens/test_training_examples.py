@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.align.byte_model import scribe
 
@@ -21,7 +21,6 @@ def messages(*turns: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[n % 2], "content": turn} for n, turn in enumerate(turns)]
 
 
-@settings(deadline=None)  # the first call is slow on a busy machine
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_completion_and_end_are_in_loss(prompt: str, answer: str) -> None:
     writer = scribe()

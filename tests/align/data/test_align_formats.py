@@ -142,7 +142,7 @@ FIELDS = (
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # drawing is slow on a busy machine
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(FIELDS.split()), JSON, max_size=5))
 def test_any_record_converts_or_raises_bad_record(record: dict[str, Any]) -> None:
     for shape in (to_conversation, to_prompt_completion, to_preference, to_unpaired, to_task):
@@ -248,7 +248,7 @@ LONG = b'{"a": "' + b"x" * 99 + b'"}'
 LINES = st.sampled_from([b"", b" ", b"{}", b'{"a": 1}', b"[]", b"\xff", b"{", LONG])
 
 
-@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=60)
+@settings(suppress_health_check=list(HealthCheck))
 @given(lines=st.lists(LINES | st.binary(max_size=9)))
 @example(lines=[b"{\x00}"])
 def test_every_line_is_record_or_rejected(tmp_path: Path, lines: list[bytes]) -> None:

@@ -47,7 +47,7 @@ def test_problems_follow_tree_with_minimal_brackets() -> None:
     assert set(seen) == set(EVERY) and min(seen.values()) > 4000 / len(LEVELS) * 0.75
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 2**70), st.integers(0, 10**12), st.integers(1, 40), st.booleans())
 def test_problem_depends_on_seed_and_index_only(seed: int, start: int, n: int, held_out: bool) -> None:
     source = Arithmetic(seed, EVERY)

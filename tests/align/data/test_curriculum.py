@@ -8,7 +8,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.align.data.curriculum import Curriculum, CurriculumRule, resample
@@ -74,7 +74,6 @@ Records = list[
 RECORDS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8), st.integers(0, 8)), max_size=40)
 
 
-@settings(deadline=None, max_examples=60)
 @given(RECORDS, RECORDS, st.sampled_from(RULES), st.sampled_from([0.5, 1.0]), st.integers(1, 20))
 def test_state_dict_roundtrip_continues_identically(
     before: Records, after: Records, rule: CurriculumRule, move_on: float, n: int

@@ -197,7 +197,7 @@ def test_cached_teacher_roundtrip(tmp_path: Path) -> None:
     assert manifest["top"] == 6 and manifest["texts"] == 8 and manifest["vocab_size"] == VOCAB
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 255), st.booleans()), max_size=9), min_size=1, max_size=6))
 def test_cache_has_one_row_per_target(tmp_path_factory: Any, drawn: Any) -> None:
     texts = []

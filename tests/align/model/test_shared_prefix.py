@@ -131,7 +131,7 @@ def test_shared_prefix_with_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     holds(net, ragged(3), monkeypatch)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(2, 6))
 def test_target_index_finds_every_target(seed: int, groups: int, answers: int) -> None:
     rows = ragged(seed, groups, answers)

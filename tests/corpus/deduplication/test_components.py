@@ -13,7 +13,7 @@ from whorl.corpus.deduplication.near.arrays import write_arrays
 from whorl.corpus.deduplication.near.clusters import connected_components, forest
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=60), st.booleans())
 def test_forest_finds_the_components_of_any_edges(pairs: list[tuple[int, int]], chain: bool) -> None:
     if chain:  # the deepest graph: a path through all nodes

@@ -6,7 +6,7 @@ import unicodedata
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.corpus.repeats import deduplicate_lines
 
@@ -43,7 +43,6 @@ def reference(texts: list[str], config: LineConfig) -> tuple[list[str], list[int
     return out, removed
 
 
-@settings(max_examples=300, deadline=None)
 @given(TEXTS, CONFIGS)
 def test_lines_equal_reference_with_counts(texts: list[str], config: LineConfig) -> None:
     want, counts = reference(texts, config)

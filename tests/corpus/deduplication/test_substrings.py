@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.corpus.repeats import deduplicate_substrings
 
@@ -36,13 +36,11 @@ def reference(texts: list[str], n: int) -> list[str]:
     return out
 
 
-@settings(max_examples=400, deadline=None)
 @given(TEXTS, st.integers(1, 40))
 def test_substrings_equal_reference(texts: list[str], n: int) -> None:
     assert deduplicate_substrings(texts, n)[0] == reference(texts, n)
 
 
-@settings(max_examples=200, deadline=None)
 @given(TEXTS, st.integers(1, 20))
 def test_spans_name_equal_bytes_that_stay(texts: list[str], n: int) -> None:
     got, spans = deduplicate_substrings(texts, n)
@@ -58,7 +56,6 @@ def test_spans_name_equal_bytes_that_stay(texts: list[str], n: int) -> None:
         assert texts[there].encode()[at] == own and not removed[there][at]
 
 
-@settings(max_examples=200, deadline=None)
 @given(TEXTS, st.integers(1, 20))
 def test_every_window_of_the_input_still_occurs(texts: list[str], n: int) -> None:
     got = [text.encode() for text in deduplicate_substrings(texts, n)[0]]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
@@ -71,7 +71,6 @@ def hash_pair(first: int, second: int) -> int:
     return x ^ (x >> 31)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.text(st.sampled_from("aAbB \n.,é語'ß1"), max_size=30), max_size=6),
     st.sampled_from([7, 64, 1 << 18]),

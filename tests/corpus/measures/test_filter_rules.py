@@ -9,7 +9,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from whorl.corpus import CurateConfig
@@ -138,7 +138,6 @@ TEXT = st.text(st.characters(exclude_categories=("Cn", "Cs")), max_size=30)
 REPEATED = st.tuples(SOUP, st.integers(1, 4)).map(lambda pair: (pair[0] + "\n") * pair[1])
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.lists(st.one_of(SOUP, REPEATED, TEXT), min_size=1, max_size=5))
 @example(["", "\n", "\n\n", " ", "a", "a\n", "\na\n", "a b " * 30, "a\n\na\n\na", "\n\na\n\n \n\na\n\n"])
 @example(

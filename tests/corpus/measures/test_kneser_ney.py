@@ -59,7 +59,6 @@ def _reference(documents: list[list[int]], order: int, text: list[int]) -> list[
 DOCUMENTS = st.lists(st.lists(st.integers(1, VOCAB - 1), max_size=12), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
 @given(DOCUMENTS, st.integers(1, 4), st.lists(st.integers(0, VOCAB - 1), max_size=10))
 def test_ngram_matches_reference_formulas(documents: list[list[int]], order: int, text: list[int]) -> None:
     documents = documents if any(documents) else [[EOS]]
@@ -73,7 +72,7 @@ def test_ngram_matches_reference_formulas(documents: list[list[int]], order: int
     assert sums == pytest.approx([sum(want), 0, sum(want)], abs=1e-4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(DOCUMENTS, st.integers(1, 4), st.lists(st.integers(0, VOCAB - 1), max_size=6), st.integers(1, 3))
 def test_ngram_sums_to_one_in_context(
     documents: list[list[int]], order: int, context: list[int], min_count: int

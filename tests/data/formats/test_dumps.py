@@ -153,7 +153,7 @@ def test_posts_without_question_or_number_are_rejected() -> None:
     assert sorted(found) == ["bad_field"] * 3 + ["no_question", "too_large"] + ["w " * 899 + "w"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(-3, 3)), max_size=12), st.randoms())
 def test_threads_do_not_depend_on_order_of_rows(answers: list[tuple[int, int]], random: Any) -> None:
     rows = [post(n, 1, f"q{n}") for n in range(1, 5)]
@@ -168,7 +168,6 @@ def test_threads_do_not_depend_on_order_of_rows(answers: list[tuple[int, int]], 
     assert outcomes(read("stackexchange", posts(*rows))) == expected
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 400))
 @example(b'<?xml version="1.0" encoding="autf-8"?>', 0)
 def test_any_bytes_inside_a_dump_end_with_records(noise: bytes, at: int) -> None:

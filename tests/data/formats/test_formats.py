@@ -75,7 +75,7 @@ def texts_of(records: list[Record]) -> list[Any]:
 
 @pytest.mark.parametrize("suffix", WRITERS)
 @given(texts=st.lists(TEXT, max_size=30), block_bytes=st.integers(1, 3000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_blocks_give_every_record_once(suffix: str, texts: list[str], block_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"a{suffix}")
@@ -94,7 +94,6 @@ LINES = st.lists(
 
 
 @given(lines=LINES, block_bytes=st.integers(1, 200))
-@settings(max_examples=150, deadline=None)
 def test_jsonl_blocks_equal_whole_for_any_bytes(lines: list[bytes], block_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.jsonl")
@@ -114,7 +113,6 @@ def test_jsonl_blocks_equal_whole_for_any_bytes(lines: list[bytes], block_bytes:
 
 
 @given(st.binary(max_size=100) | TEXT.map(str.encode))
-@settings(deadline=None)
 def test_text_is_decoded_or_rejected(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.md")

@@ -208,7 +208,7 @@ PARTS = st.one_of(
 
 
 @given(st.lists(WORDS, max_size=8), st.integers(1, 3000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_blocks_equal_the_iterator_of_fastwarc(words: list[str], block_bytes: int) -> None:
     data = b"".join(response(word) for word in words)
     with tempfile.TemporaryDirectory() as folder:
@@ -227,7 +227,6 @@ def test_blocks_equal_the_iterator_of_fastwarc(words: list[str], block_bytes: in
 
 
 @given(st.lists(PARTS, max_size=8), st.integers(1, 2000))
-@settings(max_examples=100, deadline=None)
 def test_any_bytes_are_read_or_rejected(parts: list[bytes], block_bytes: int) -> None:
     """The last record is found, unless the length of an earlier one says that it is part of that one."""
     before = b"".join(parts) + b"\r\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.engine.cache.block_pool import EVICTED, BlockPool
@@ -43,7 +43,6 @@ def fill(cache: KVCacheManager, current: Sequence) -> bool:
     return True
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=30), st.sampled_from([None, 3, 6]))
 def test_pages_are_never_lost_or_overwritten(history: History, window: int | None) -> None:
     cache = manager((None, 12), (window, 12))

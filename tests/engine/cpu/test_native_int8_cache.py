@@ -30,7 +30,7 @@ def value_weights(model: Transformer) -> torch.Tensor:
 
 
 @given(st.integers(0, 9), st.floats(-12, 8))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_native_codes_and_scales_equal_quantize_kv(seed: int, power: float) -> None:
     """To the bit: the first layer's keys do not depend on the cache, so an fp32 cache has what was quantized."""
     model = llama(seed, head_dim=20, smear=True, n_layers=1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.engine import parity
 from tests.support.engine.parity import FAMILIES, assert_same, check, config, decoder, run_one
@@ -124,7 +124,6 @@ def test_model_fingerprint_changes_with_version() -> None:
     assert model_fingerprint(engine) != first
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_kv_block_rejects_any_damage(data: st.DataObject) -> None:
     with export_pages(SENDER, IDS) as good:

@@ -86,7 +86,6 @@ SCHEMAS = st.recursive(st.sampled_from(LEAVES), nested, max_leaves=5)
 
 
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
 def test_json_schema_outputs_are_valid(schema: dict[str, Any], seed: int) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     found = write(compiled(json_schema=json.dumps(schema)), seed)
@@ -99,7 +98,6 @@ REGEXES += [r'\{"a":(true|false)\}', r"[0-9]+\.[0-9]{2}"]
 
 
 @given(regex=st.sampled_from(REGEXES), seed=st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
 def test_regex_outputs_match(regex: str, seed: int) -> None:
     found = write(compiled(regex=regex), seed)
     assert found is None or re.fullmatch(regex, found.decode())
@@ -147,7 +145,6 @@ def matchers() -> list[LogitConstraint]:
 
 
 @given(which=st.integers(0, 3), seed=st.integers(0, 10_000), steps=st.lists(st.integers(-3, 3), max_size=20))
-@settings(max_examples=80, deadline=None)
 def test_rollback_and_copy_match_fresh_matcher(which: int, seed: int, steps: list[int]) -> None:
     matcher, g = matchers()[which], np.random.default_rng(seed)
     path: list[int] = []
@@ -192,7 +189,7 @@ def test_sorted_vocabulary_matches_linear_search(text: bytes) -> None:
 
 
 @given(st.integers(0, 1000), st.sampled_from([b"ab12", b'{"a": ', "aé".encode(), b"a"]), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_forced_prefix_starts_output_in_any_tokens(seed: int, text: bytes, exact: bool) -> None:
     matcher, g, out = ForcedPrefix(VOCABULARY, text, exact), np.random.default_rng(seed), b""
     while matcher.mask() is not None:

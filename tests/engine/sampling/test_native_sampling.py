@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.compiler import needs_compiler
 from tests.support.engine.parity import decoder
@@ -30,7 +30,6 @@ def samplers(step: NativeStep, size: int, banned: list[int]) -> tuple[Sampler, S
     return plain, native
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     size=st.integers(2, 700), rows=st.integers(1, 60), seed=st.integers(0, 1000), scale=st.sampled_from([0.1, 3, 60]),
     temperature=st.sampled_from([0.0, 0.3, 1.0, 8.0]), n_banned=st.integers(0, 5), rounded=st.booleans(),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -96,7 +96,6 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 @given(batch=batches())
-@settings(max_examples=150, deadline=None)
 def test_distribution_matches_plain_python(batch: Batch) -> None:
     logits, rows, banned = batch
     found = distribution(logits, rows, banned)
@@ -114,7 +113,6 @@ def packed(row: SamplerRow) -> SamplerRow:
 
 
 @given(batch=batches(), n_sorted=st.sampled_from([1, 3, 512]), order=st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
 def test_sampler_matches_reference_in_any_batch(batch: Batch, n_sorted: int, order: Any) -> None:
     logits, rows, banned = batch
     sampler = Sampler(logits.shape[1], banned)

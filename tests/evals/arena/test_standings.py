@@ -95,7 +95,7 @@ def test_two_models_need_the_lead_in_votes() -> None:
         assert (found.leader, found.challenger, found.votes, found.share) == ("a", "b", n, n / 100)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 4), min_size=6, max_size=6))
 def test_removed_votes_are_few_against_all_subsets(counts: list[int]) -> None:
     rows = list(product([(0, 1), (0, 2), (1, 2)], [0.0, 1.0]))

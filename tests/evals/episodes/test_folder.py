@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.evals.episodes.environment import Reply, Turn
@@ -45,14 +45,12 @@ def shown(turn: Turn) -> str:
     return str(turn.messages[0]["content"])
 
 
-@settings(deadline=None)
 @given(st.text() | st.text(alphabet='<tool_call>{"name": }/'))
 def test_any_text_is_answered(text: str) -> None:
     turn = step(env_of(), text)
     assert not turn.done and "contains no call" in shown(turn)
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_content_of_a_call_comes_back(content: str) -> None:
     env = env_of()

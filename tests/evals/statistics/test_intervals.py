@@ -6,7 +6,7 @@ from math import atan, pi, sqrt, tan
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError, DataError
@@ -15,7 +15,6 @@ from whorl.evals.statistics.intervals import mean_interval, standard_error
 
 
 @given(st.floats(0.5, 1e4), st.floats(0.01, 0.9999))
-@settings(max_examples=60, deadline=None)
 def test_t_tail_inverts_quantile(df: float, level: float) -> None:
     assert t_two_sided(t_quantile(level, df), df) == pytest.approx(1 - level, rel=1e-9)
 
@@ -36,7 +35,6 @@ def test_tail_ends_are_exact() -> None:
 
 
 @given(st.lists(st.integers(1, 7), min_size=2, max_size=12), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
 def test_clustered_error_matches_matrix_form(sizes: list[int], seed: int) -> None:
     """CR2 and Bell-McCaffrey's degrees of freedom with explicit matrices of a regression on a constant."""
     n, names = sum(sizes), [f"c{g}" for g, size in enumerate(sizes) for _ in range(size)]

@@ -81,7 +81,7 @@ def test_attention_half_types_have_small_errors(dtype: torch.dtype, digit: float
     documents=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_attention_matches_reference_for_any_sizes(
     sizes: tuple[int, ...], group: int, causal: bool, window: int | None, documents: bool, seed: int
 ) -> None:

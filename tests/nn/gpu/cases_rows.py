@@ -59,7 +59,7 @@ def test_rms_norm_kernel_matches_reference(kind: str, dtype: torch.dtype) -> Non
 @given(
     rows=st.integers(1, 12), width=st.integers(1, 300), programs=st.integers(1, 4), seed=st.integers(0, 99)
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_rms_norm_kernel_matches_for_any_size(rows: int, width: int, programs: int, seed: int) -> None:
     x, gain = randn(rows, width, seed=seed), randn(width, seed=seed + 1)
     ours, theirs = partial(norms.rms_norm, eps=1e-5, programs=programs), partial(rms_norm_reference, eps=1e-5)
@@ -101,7 +101,7 @@ def test_cross_entropy_matches_next_token(z_loss: float, softcap: float | None, 
 
 
 @given(n=st.integers(1, 6), vocab=st.integers(1, 80), seed=st.integers(0, 99))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_cross_entropy_gradient_rows_sum_to_0(n: int, vocab: int, seed: int) -> None:
     logits = randn(n, vocab, seed=seed) * 5
     targets = torch.randint(0, vocab, (n,), generator=gen(seed))

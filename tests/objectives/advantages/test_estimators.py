@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.nn.checks import randn
 
@@ -47,7 +47,6 @@ def episodes(s: Trajectory) -> Iterator[tuple[tuple[int, int], list[int]]]:
 
 
 @given(SHAPES, st.integers(1, 6), st.floats(0.5, 1))
-@settings(max_examples=60, deadline=None)
 def test_returns_match_definition(shape: tuple[int, int, int], n: int, discount: float) -> None:
     s = steps(shape)
     whole, some = discounted_returns(s, discount), n_step_returns(s, discount, n)
@@ -59,7 +58,6 @@ def test_returns_match_definition(shape: tuple[int, int, int], n: int, discount:
 
 
 @given(SHAPES, st.floats(0.5, 1), st.floats(0, 1))
-@settings(max_examples=60, deadline=None)
 def test_gae_matches_weighted_sum_of_td_errors(shape: Any, discount: float, lambda_: float) -> None:
     s = steps(shape)
     found, errors = gae(s, discount, lambda_), s.td_error(discount)
@@ -69,7 +67,6 @@ def test_gae_matches_weighted_sum_of_td_errors(shape: Any, discount: float, lamb
 
 
 @given(SHAPES, st.floats(0.5, 1))
-@settings(max_examples=60, deadline=None)
 def test_estimators_agree_in_limit_cases(shape: tuple[int, int, int], discount: float) -> None:
     s = steps(shape)
     monte_carlo = discounted_returns(s, discount)
@@ -84,7 +81,6 @@ def test_estimators_agree_in_limit_cases(shape: tuple[int, int, int], discount: 
 
 
 @given(SHAPES, st.floats(0.5, 1), st.floats(0.3, 2), st.floats(0.3, 2))
-@settings(max_examples=60, deadline=None)
 def test_v_trace_matches_equation_1(shape: Any, discount: float, rho: float, c: float) -> None:
     s = steps(shape)
     log_ratio = randn(*s.reward.shape, seed=shape[2], dtype=torch.float64)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError, DataError
@@ -38,7 +38,6 @@ def by_loops(
     return out
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     answers=st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 3)), min_size=1, max_size=16),
     baseline=st.sampled_from(["none", "batch", "group", "leave_one_out"]),

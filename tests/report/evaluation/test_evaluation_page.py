@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.report.evaluation_example import write_evaluation
 
@@ -25,7 +25,6 @@ def blocks(page: Path) -> dict[str, Any]:
     return {name: unpack(text) for name, text in BLOCK.findall(page.read_text())}
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(), st.lists))
 def test_pack_keeps_values_without_markup(value: Any) -> None:
     text = pack(value)
@@ -79,7 +78,6 @@ def test_pareto_hull_leaves_out_dominated_and_mixed() -> None:
     assert pareto_hull({}) == []
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12))
 def test_no_point_is_above_the_pareto_hull(values: list[tuple[int, int]]) -> None:
     points = {str(i): (float(x), float(y)) for i, (x, y) in enumerate(values)}

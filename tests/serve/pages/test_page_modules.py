@@ -71,7 +71,7 @@ def generations(draw: st.DrawFn) -> tuple[str, list[list[int]], list[int], int]:
     return text, tokens, shown, draw(st.integers(shown[-1] if shown else 0, len(text)))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(generations())
 def test_token_text_pieces_contain_each_token_once(page: Any, generation: Any) -> None:
     text, tokens, shown, end = generation
@@ -137,7 +137,7 @@ def test_message_tree_packs_and_rejects_invalid_data(page: Any) -> None:
     assert page.evaluate(script) == [["A", "1"], ["A", "1"], told, ["A", "2"], 0, 0, 0, 0]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=40))
 def test_quantile_and_log_bins_cover_all_samples(page: Any, values: list[float]) -> None:
     script = """async (values) => {

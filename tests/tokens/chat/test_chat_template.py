@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import DataError
@@ -57,7 +57,6 @@ TEMPLATES = (ChatTemplate(CHATML), ChatTemplate(CHATML, FUSSY))
 
 
 @given(spellings, spellings, spellings)
-@settings(deadline=None, max_examples=60)
 def test_message_text_never_becomes_special_tokens(user_text: str, system: str, assistant: str) -> None:
     """The special ids equal those of the same conversation with harmless text, and the text is kept."""
     conversation = [

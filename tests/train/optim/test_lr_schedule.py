@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.train.pretraining import train_notes
 from tests.support.train.tiny import job
@@ -49,7 +49,6 @@ def test_cosine_with_warmup_matches_torch() -> None:
 
 
 @given(schedules(), st.integers(1, 3000))
-@settings(deadline=None, max_examples=150)
 def test_lr_scale_rises_then_falls_to_minimum(c: ScheduleConfig, total: int) -> None:
     factors = [lr_scale(step, total, c) for step in range(total)]
     assert all(0 < f <= 1 for f in factors)
@@ -68,7 +67,6 @@ def test_lr_scale_rises_then_falls_to_minimum(c: ScheduleConfig, total: int) -> 
 
 
 @given(st.integers(1, 5000))
-@settings(deadline=None, max_examples=60)
 def test_lr_scale_default_matches_closed_form(total: int) -> None:
     for step in range(total):
         rising = (step + 1) / max(1.0, 0.02 * total)
