@@ -25,7 +25,6 @@ PADDED[1] = False  # a row of padding only
 MASKS = {
     "causal": Mask(),
     "open": Mask(causal=False),
-    "window": Mask(window=5),
     "window of two": Mask(window=2),  # one score per block: a bound that is off by one loses it
     "window both ways": Mask(window=9, causal=False),
     "padded": Mask(key_allowed=PADDED),
@@ -64,7 +63,7 @@ def test_attention_matches_reference_for_every_mask(name: str) -> None:
 @pytest.mark.parametrize(("dtype", "digit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_attention_half_types_have_small_errors(dtype: torch.dtype, digit: float) -> None:
     """Compare with fp32 on the same numbers. (The interpreter truncates to bf16: see `triton_support.py`.)"""
-    inputs = draw(Mask(), 2, dtype)
+    inputs = draw(Mask(), 1, dtype)
     exact_inputs = [t.detach().float().requires_grad_() for t in inputs]
     exact = with_gradients(attend(*exact_inputs, Mask(), backend="reference"), exact_inputs)
     ours = with_gradients(attention(*inputs, Mask(), D**-0.5, (32, 16)), inputs)

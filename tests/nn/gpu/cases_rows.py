@@ -43,8 +43,15 @@ def assert_agree(ours: Any, theirs: Any, *inputs: Tensor, atol: float = 2e-6) ->
 GAINS: dict[str, tuple[int, ...] | None] = {"none": None, "per feature": (24,), "per head": (3, 1)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", GAINS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("none", torch.bfloat16),
+        ("per feature", torch.float32),
+        ("per head", torch.float32),
+        ("per head", torch.bfloat16),
+    ],
+)
 def test_rms_norm_kernel_matches_reference(kind: str, dtype: torch.dtype) -> None:
     x = randn(2, 5, 3, 24).to(dtype)
     shape = GAINS[kind]
@@ -81,8 +88,15 @@ def select_kernel_step(*_: Any) -> Any:
     return lambda *args: cross_entropy_(*args, max_block=32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, None), (1e-2, None), (1e-2, 1.5), (0.0, 30.0)])
+@pytest.mark.parametrize(
+    ("z_loss", "softcap", "dtype"),
+    [
+        (0.0, None, torch.float32),
+        (1e-2, None, torch.bfloat16),
+        (1e-2, 1.5, torch.float32),
+        (0.0, 30.0, torch.bfloat16),
+    ],
+)
 def test_cross_entropy_matches_next_token(z_loss: float, softcap: float | None, dtype: torch.dtype) -> None:
     hidden = randn(12, 24).to(dtype).requires_grad_()
     head = randn(101, 24, seed=1, grad=True)
@@ -128,9 +142,10 @@ def test_cross_entropy_of_strided_chunk_and_bad_target() -> None:
         cross_entropy_(before.t(), targets, keep)
 
 
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.parametrize("dim", [16, 12])
-@pytest.mark.parametrize("positions_per_row", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "dim", "positions_per_row"),
+    [("half", 16, False), ("half", 12, True), ("interleaved", 16, True), ("interleaved", 12, False)],
+)
 def test_rotary_kernel_matches_reference(layout: Any, dim: int, positions_per_row: bool) -> None:
     places = torch.randint(0, 500, (2, 5), generator=gen(4)) if positions_per_row else torch.arange(5)
     cos, sin = rotary_tables(places, 16, layout=layout, rotary_dim=dim)
