@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.support.cli import invoke, output_of, refuse, start_whorl, succeed
+from tests.support.cli import invoke, refuse, start_whorl, succeed
 from tests.support.notes import NOTES_RECIPE, write_notes
 
 from whorl.cli import VERBS
@@ -25,7 +25,7 @@ from whorl.tokens.tokenizer import Tokenizer
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small corpus, its recipe, and the store `.whorl` of a first run."""
     folder = write_notes(tmp_path_factory.mktemp("home"))
-    printed = output_of("run", "tiny.toml", cwd=folder)
+    printed = succeed(folder, "run", "tiny.toml").stdout
     assert "[4/4] tokens: made in" in printed and "done in" in printed
     return folder
 
@@ -141,7 +141,7 @@ def test_ctrl_c_exits_130_and_run_continues(tmp_path: Path) -> None:
     assert process.returncode == 130, errors
     assert errors.strip().endswith("interrupted; the same command continues")
     assert "Traceback" not in errors
-    assert "[1/2] ingest: looked up" in output_of("run", "tiny.toml", "--until", "curate", cwd=tmp_path)
+    assert "[1/2] ingest: looked up" in succeed(tmp_path, "run", "tiny.toml", "--until", "curate").stdout
 
 
 def test_rl_train_writes_results_and_curve(tmp_path: Path) -> None:

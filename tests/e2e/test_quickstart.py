@@ -74,9 +74,9 @@ def test_quickstart_makes_evaluation_and_report(code: Path, undisturbed: Path) -
     words = (
         "eval", "quickstart/evaluate", "--against", "quickstart/evaluate", "--out", undisturbed / "compared",
     )  # fmt: skip
-    same = output_of(*words, "--store", undisturbed)
+    same = succeed(undisturbed, *words, "--store", undisturbed).stdout
     assert "not distinguishable" in same and "whole-files, bits_per_byte" in same
-    assert output_of(*run_words(code, undisturbed)).count("looked up") == 11
+    assert succeed(undisturbed, *run_words(code, undisturbed)).stdout.count("looked up") == 11
 
 
 def test_randomly_killed_run_ends_with_same_weights(code: Path, undisturbed: Path, tmp_path: Path) -> None:
