@@ -88,7 +88,7 @@ def products(library: ctypes.CDLL, n: int, k: int, threads: int, seconds: float)
     for kind in get_args(layout.WeightKind):
         matrix = layout.make_matrix(kind, 32 if kind == "int4" else None, n, k)
         arena = layout.Arena(library, [matrix])
-        library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), threads)
+        library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), None, None, threads)
         packed[kind] = matrix, arena
     for m in sized((1, 8, 32, 128), (1, 8)):
         x, y = torch.randn(m, k), torch.empty(m, n)

@@ -57,7 +57,7 @@ def check_products(library: ctypes.CDLL, kind: str, n: int, k: int, group: int) 
     weight = torch.randn(n, k, generator=g)
     matrix = layout.make_matrix(kind, group, n, k)
     arena = layout.Arena(library, [matrix])
-    library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 2)
+    library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), None, None, 2)
     step = library.whorl_open()
     for m in (1, 2, 5, 6, 7, 31):
         x, y = torch.randn(m, k, generator=g), torch.full((m, n), float("nan"))
@@ -83,7 +83,7 @@ def check_tiles(library: ctypes.CDLL, kind: str, n: int, k: int, group: int | No
     weight = torch.randn(n, k, generator=g)
     matrix = layout.make_matrix(kind, group, n, k)
     arena = layout.Arena(library, [matrix])
-    library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 2)
+    library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), None, None, 2)
     step, bf16_rounds = library.whorl_open(), library.whorl_features() & 2
     for m in (1, 16, 17, 33, 300):
         x, found = torch.randn(m, k, generator=g), {}
@@ -110,7 +110,7 @@ def test_each_piece_of_work_runs_once(m: int, n: int) -> None:
     weight, x, y = torch.arange(1.0, n + 1), torch.arange(1.0, m + 1), torch.full((m, n), float("nan"))
     matrix = layout.make_matrix("float32", None, n, 1)
     arena = layout.Arena(build.library(), [matrix])
-    build.library().whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 3)
+    build.library().whorl_pack(ctypes.byref(matrix), weight.data_ptr(), None, None, 3)
     step = build.library().whorl_open()
     build.library().whorl_product(step, ctypes.byref(matrix), x.data_ptr(), m, y.data_ptr(), 0, 0.0, 3)
     build.library().whorl_close(step)
@@ -147,7 +147,7 @@ def test_given_codes_are_packed_unchanged(kind: str, k: int, group: int | None, 
     matrix = layout.make_matrix(kind, group, n, k, scale_kind="float32")
     matrix.method = layout.METHODS[method]
     arena = layout.Arena(build.library(), [matrix])
-    build.library().whorl_pack_codes(ctypes.byref(matrix), codes.data_ptr(), scales.data_ptr(), 2)
+    build.library().whorl_pack(ctypes.byref(matrix), None, codes.data_ptr(), scales.data_ptr(), 2)
     assert torch.equal(
         _packed_codes(matrix, ctypes.string_at(matrix.data, matrix.scales - matrix.data)), codes
     )
@@ -169,7 +169,7 @@ def test_activations_match_torch(size: int) -> None:
         weight = torch.ones(2 * size if gated else size, 1)
         matrix = layout.make_matrix("float32", None, len(weight), 1, gated)
         arena = layout.Arena(library, [matrix])
-        library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 1)
+        library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), None, None, 1)
         step, y = library.whorl_open(), torch.empty(len(x), size)
         library.whorl_product(step, ctypes.byref(matrix), x.data_ptr(), len(x), y.data_ptr(), number, 0.0, 1)
         library.whorl_close(step)

@@ -45,7 +45,7 @@ class NativeProducts:
             weights = torch.randn(n, k) * k**-0.5
             self._arenas = [layout.Arena(self._library, [matrix]) for matrix in self._variants.values()]
             for matrix in self._variants.values():
-                self._library.whorl_pack(ctypes.byref(matrix), weights.data_ptr(), 1)
+                self._library.whorl_pack(ctypes.byref(matrix), weights.data_ptr(), None, None, 1)
 
     def candidates(self, rows: int, threads: int) -> dict[str, Callable[[], object]]:
         """Return the ways to multiply `rows` fp32 rows with the matrix. Each raises RuntimeError if the library refuses."""

@@ -157,22 +157,13 @@ void whorl_large_pages(void* from, int64_t bytes) {
 #endif
 }
 
-// weights: [n][k].
-void whorl_pack(const Matrix* w, const float* weights, int32_t threads) {
-    Pool().together(threads, 1, [w = *w, weights](Team& team) {
-        team.share(blocks(w), [&](int64_t block) {
-            if (w.inputs)
-                pack_integers(w, block, weights, {});
-            else
-                pack_floats(w, block, weights);
-        });
-    });
-}
-
-// codes: [n][k]; scales: [n][groups].
-void whorl_pack_codes(const Matrix* w, const int8_t* codes, const float* scales, int32_t threads) {
-    Pool().together(threads, 1, [w = *w, given = Codes{codes, scales}](Team& team) {
-        team.share(blocks(w), [&](int64_t block) { pack_integers(w, block, nullptr, given); });
+// weights: [n][k]; or null, with codes [n][k] and scales [n][groups].
+void whorl_pack(const Matrix* w, const float* weights, const int8_t* codes, const float* scales, int32_t threads) {
+    const auto pack = !w->inputs        ? pack_floats
+                      : w->kind == INT8 ? codes ? pack_integers<true, true> : pack_integers<true, false>
+                                        : codes ? pack_integers<false, true> : pack_integers<false, false>;
+    Pool().together(threads, 1, [w = *w, weights, given = Codes{codes, scales}, pack](Team& team) {
+        team.share(blocks(w), [&](int64_t block) { pack(w, block, weights, given); });
     });
 }
 
@@ -256,7 +247,7 @@ void whorl_try() {
             std::vector<int32_t> moved(BLOCK);
             const Matrix w = {kind, k, k, BFLOAT16, BLOCK, BLOCK, 0, method, data.data(), scales.data(), moved.data(), nullptr};
             Step step;
-            whorl_pack(&w, zeros, 1);
+            whorl_pack(&w, zeros, nullptr, nullptr, 1);
             for (int64_t m : {int64_t(1), int64_t(1) + FEW_ROWS}) {
                 std::vector<float> out(size_t(m * BLOCK));
                 whorl_product(&step, &w, zeros, m, out.data(), 0, 0, 1);

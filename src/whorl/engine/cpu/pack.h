@@ -20,8 +20,14 @@ INLINE int64_t source_row(const Matrix& w, int64_t output) {
     return output % BLOCK < BLOCK / 2 ? i : hidden + i;
 }
 
+// Codes [n][k] with scales [n][groups], of a quantized model.
+struct Codes {
+    const int8_t* codes;
+    const float* scales;
+};
+
 // A piece of 16 inputs is one cache line of each row, and what it fills stays in the first cache.
-inline void pack_floats(const Matrix& w, int64_t block, const float* weights) {
+inline void pack_floats(const Matrix& w, int64_t block, const float* weights, const Codes&) {
     const int64_t piece = 16, k_padded = padded(w);
     for (int64_t first = 0; first < k_padded; first += piece) {
         const int64_t last = first + piece < k_padded ? first + piece : k_padded;
@@ -62,29 +68,6 @@ INLINE int32_t nearest(float x) {
     return q - 0x4b400000;
 }
 
-// One row of a group of int8 weights into quads of 4 inputs; returns the sum.
-inline int32_t pack_bytes(const float* from, int64_t size, int64_t group, float scale, uint8_t* to) {
-    int32_t sum = 0;
-    const float divisor = scale != 0 ? scale : 1;
-    for (int64_t k = 0; k < group; k += 4) {
-        uint8_t quad[4] = {};
-        for (int64_t i = 0; i < 4 && k + i < size; i++) {
-            int32_t q = scale != 0 ? nearest(from[k + i] / divisor) : 0;
-            q = q < -127 ? -127 : q > 127 ? 127 : q;
-            sum += q;
-            quad[i] = uint8_t(q);
-        }
-        memcpy(to + k / 4 * 4 * BLOCK, quad, 4);
-    }
-    return sum;
-}
-
-// Codes [n][k] with scales [n][groups], of a quantized model.
-struct Codes {
-    const int8_t* codes;
-    const float* scales;
-};
-
 // The scale of n weights that are rounded here.
 INLINE float rounded_scale(const Matrix& w, const float* weights, int64_t n) {
     if (w.kind == INT8) return widen(narrow(largest_magnitude(weights, n) / 127));
@@ -95,9 +78,11 @@ INLINE float rounded_scale(const Matrix& w, const float* weights, int64_t n) {
 }
 
 // `weights` are rounded, if there are no `given` codes.
+template <bool BYTES, bool GIVEN>
 inline void pack_integers(const Matrix& w, int64_t block, const float* weights, const Codes& given) {
     uint8_t* data = (uint8_t*)w.data + block * block_bytes(w);
     const int64_t n_groups = groups(w);
+    constexpr int LOW = BYTES ? -127 : -8, HIGH = BYTES ? 127 : 7;
     const int half = w.group / 2;
     for (int j = 0; j < BLOCK; j++) {
         const int64_t row = source_row(w, block * BLOCK + j);
@@ -106,33 +91,28 @@ inline void pack_integers(const Matrix& w, int64_t block, const float* weights, 
             const int64_t size = row < 0 ? 0 : left < w.inputs ? left : w.inputs;
             const int64_t place = (block * n_groups + g) * BLOCK + j;
             float scale = 0;
-            if (size) scale = given.codes ? given.scales[row * n_groups + g] : rounded_scale(w, weights + at, size);
+            if (size) scale = GIVEN ? given.scales[row * n_groups + g] : rounded_scale(w, weights + at, size);
             if (w.scale_kind == FLOAT32)
                 ((float*)w.scales)[place] = scale;
             else
                 ((bf16*)w.scales)[place] = narrow(scale);
-            if (w.kind == INT8 && !given.codes) {
-                w.moved[place] = 128 * pack_bytes(weights + at, size, w.group, scale, data + to * BLOCK + 4 * j);
-                continue;
-            }
-            const int low = w.kind == INT8 ? -127 : -8, high = w.kind == INT8 ? 127 : 7;
+            const float divisor = scale != 0 ? scale : 1;
             int32_t sum = 0;
-            for (int64_t k = 0; k < w.group; k++) {
-                int q = 0;
-                if (k < size && given.codes)
-                    q = given.codes[at + k];
-                else if (k < size && scale != 0)
-                    q = int(std::lrintf(weights[at + k] / scale));
-                q = q < low ? low : q > high ? high : q;
+            const auto code = [&](int64_t k) {
+                if (k >= size) return 0;
+                int32_t q = GIVEN ? given.codes[at + k] : scale != 0 ? nearest(weights[at + k] / divisor) : 0;
+                q = q < LOW ? LOW : q > HIGH ? HIGH : q;
                 sum += q;
-                if (w.kind == INT8) {
-                    data[(to + k) / 4 * 4 * BLOCK + 4 * j + k % 4] = uint8_t(q);
-                } else {  // the group's second half in the upper nibbles
-                    uint8_t& byte = data[(to / 2 + k % half) / 4 * 4 * BLOCK + 4 * j + k % half % 4];
-                    byte = k < half ? uint8_t(q + 8) : uint8_t(byte | (q + 8) << 4);
-                }
+                return q;
+            };
+            uint8_t* quads = data + (BYTES ? to : to / 2) * BLOCK + 4 * j;  // int4: the group's second half in the upper nibbles
+            for (int64_t k = 0; k < (BYTES ? w.group : half); k += 4) {
+                uint8_t quad[4];
+                for (int i = 0; i < 4; i++)
+                    quad[i] = uint8_t(BYTES ? code(k + i) : (code(k + i) + 8) | (code(half + k + i) + 8) << 4);
+                memcpy(quads + k * BLOCK, quad, 4);
             }
-            if (w.kind == INT8) w.moved[place] = 128 * sum;
+            if (BYTES) w.moved[place] = 128 * sum;
         }
     }
 }

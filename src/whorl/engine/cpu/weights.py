@@ -138,12 +138,12 @@ class PackedWeights:
                 if isinstance(source, list):
                     codes = torch.cat([layer.unpacked_codes for layer in source])
                     scales = torch.cat([layer.scales.float() for layer in source])
-                    self.library.whorl_pack_codes(to, codes.data_ptr(), scales.data_ptr(), self.threads)
+                    self.library.whorl_pack(to, None, codes.data_ptr(), scales.data_ptr(), self.threads)
                 else:
                     value = source()
                     assert value is not None
                     dense = value.float().contiguous()
-                    self.library.whorl_pack(to, dense.data_ptr(), self.threads)
+                    self.library.whorl_pack(to, dense.data_ptr(), None, None, self.threads)
             self._set_table_pointers()
 
     # -- parts ---------------------------------------------------------------------------------------------------------
