@@ -29,8 +29,8 @@ from whorl.evals.kinds.kind import MODEL
 from whorl.evals.model.requests import Completion, GenerateRequest, Request, Response
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
-from whorl.evals.tasks import make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import make_task
 
 BAR = 0.02
 ANSWER = re.compile(r"\[Answer [AB] begins\]\n(.*?)\n\[Answer [AB] ends\]", re.DOTALL)

@@ -20,8 +20,8 @@ from whorl.evals.episodes.system_config import read_system
 from whorl.evals.grading import VerifiableTask, grade_tasks
 from whorl.evals.runner import evaluate
 from whorl.evals.suites.suite import SuiteInputs, load_suite
-from whorl.evals.tasks import load_task, make_task
 from whorl.evals.tasks.config import parse_task, read_task_file
+from whorl.evals.tasks.task import load_task, make_task
 from whorl.models.serialization import load_model, save_model
 from whorl.recipes import parse_recipe
 from whorl.tokens.template_source import compile_template

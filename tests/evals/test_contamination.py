@@ -14,11 +14,12 @@ from whorl.corpus.decontamination.match import find_items
 from whorl.corpus.documents import Document
 from whorl.errors import ConfigError
 from whorl.evals.contamination import find_contaminated, item_text, training_text, with_contamination
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.model.requests import Request, Response, Score, ScoreRequest
 from whorl.evals.results_io import load_results, save_results
 from whorl.evals.runner import evaluate
-from whorl.evals.tasks import EvalTask, make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import make_task
 from whorl.store import Store
 from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer

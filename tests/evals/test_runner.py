@@ -10,15 +10,15 @@ import pytest
 from tests.support.evals.backend import FakeBackend, by_log_prob, by_text
 
 from whorl.errors import WhorlError
-from whorl.evals.kinds.kind import Answered, Kind, Metric, Round
+from whorl.evals.kinds.kind import Answered, EvalTask, Kind, Metric, Round
 from whorl.evals.measures import measure
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response, Score
 from whorl.evals.model.response_cache import CachedBackend, ResponseCache
 from whorl.evals.results import ItemResult
 from whorl.evals.results_io import items_file, load_results, save_results
 from whorl.evals.runner import evaluate
-from whorl.evals.tasks import EvalTask, make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import make_task
 from whorl.registry import permit_code
 
 RECORDS = [

@@ -28,10 +28,11 @@ from whorl.corpus.decontamination.items import ItemIndex, TestItem
 from whorl.corpus.decontamination.match import find_items
 from whorl.corpus.decontamination.words import split_words
 from whorl.errors import ConfigError, DataError
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.measures import measure
 from whorl.evals.results import ItemResult, TaskMeasure, TaskResult
 from whorl.evals.suites.held_out import ancestors
-from whorl.evals.tasks.task import EvalTask, Item
+from whorl.evals.tasks.records import Item
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.tokenizer import Tokenizer

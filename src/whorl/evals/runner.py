@@ -13,11 +13,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whorl.errors import ConfigError, one_of
-from whorl.evals.kinds.kind import MODEL
+from whorl.evals.kinds.kind import MODEL, EvalTask
 from whorl.evals.measures import group_measures, outcome_counts, task_measures
 from whorl.evals.model.requests import GenerateRequest, Missing, ModelBackend, Request, Response, Score
 from whorl.evals.results import TaskResult
-from whorl.evals.tasks.task import EvalTask
 from whorl.tracking.progress import Progress
 
 

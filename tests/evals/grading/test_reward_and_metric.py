@@ -10,8 +10,8 @@ from tests.support.evals.backend import FakeBackend, by_text
 from whorl.evals.grading import VerifiableTask, grade_tasks
 from whorl.evals.model.requests import Completion
 from whorl.evals.runner import evaluate
-from whorl.evals.tasks import make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import make_task
 
 NUMERIC: list[tuple[str, str, bool]] = [
     ("12", "12", True), ("12", "12.", True), ("12", "12.0", True), ("12", " 12 \n", True), ("12", "twelve", False),

@@ -14,8 +14,8 @@ from whorl.errors import WhorlError
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
-from whorl.evals.tasks import make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import make_task
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 RECORD = {

@@ -9,11 +9,12 @@ import pytest
 from tests.support.evals.backend import FakeBackend, by_log_prob
 
 from whorl.errors import WhorlError
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.model.requests import Missing, Request, Response, ScoreRequest
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
-from whorl.evals.tasks import EvalTask, make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import make_task
 
 RECORDS: list[dict[str, Any]] = [
     {"id": "a", "q": "Q?", "options": ["no", "certainly"], "answer": 1},

@@ -11,8 +11,8 @@ from whorl.evals.kinds.exposure import EDGE
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response, Score
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
-from whorl.evals.tasks import make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import make_task
 
 
 def run(answer: Any, n: int = 2 * EDGE) -> TaskResult:

@@ -14,8 +14,8 @@ from whorl.evals.kinds.kind import Metric
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response
 from whorl.evals.runner import evaluate
 from whorl.evals.statistics.seeds import variance_components
-from whorl.evals.tasks import make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import make_task
 from whorl.registry import permit_code
 
 SUMS = [{"id": str(i), "q": f"{i} + {i} =", "a": f"#### {2 * i}"} for i in range(6)]

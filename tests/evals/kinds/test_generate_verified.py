@@ -8,11 +8,12 @@ import pytest
 from tests.support.evals.backend import FakeBackend, by_text
 
 from whorl.errors import WhorlError
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.model.requests import Completion
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
-from whorl.evals.tasks import EvalTask, make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import make_task
 from whorl.registry import permit_code
 
 SUM = {"id": "s", "prompt": "2+3=", "answer": "5", "verifier": "0.2 format(.*[0-9].*) + 0.8 numeric"}

@@ -15,8 +15,8 @@ from whorl.evals.judge import REMINDER
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
-from whorl.evals.tasks import make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import make_task
 
 SHOWN = re.compile(r"\[Answer [AB] begins\]\n(.*?)\n\[Answer [AB] ends\]", re.DOTALL)
 Verdict = Callable[[str, str], str]

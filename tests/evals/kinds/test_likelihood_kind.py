@@ -11,8 +11,8 @@ from tests.support.evals.backend import FakeBackend, by_log_prob
 from whorl.errors import WhorlError
 from whorl.evals.model.requests import Request, Score, TextRequest
 from whorl.evals.runner import evaluate
-from whorl.evals.tasks import make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import make_task
 
 
 def task(records: list[dict[str, Any]], **fields: Any) -> Any:

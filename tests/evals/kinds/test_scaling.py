@@ -12,12 +12,11 @@ from tests.support.evals.backend import FakeBackend
 from whorl.errors import WhorlError
 from whorl.evals.grading import Grade, VerifiableTask, grade_tasks
 from whorl.evals.kinds.generate import _verified, verifiable_task
-from whorl.evals.kinds.kind import SEEDS
+from whorl.evals.kinds.kind import SEEDS, EvalTask
 from whorl.evals.kinds.scaling import SampleOptions, _BudgetForcing
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response, Score
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
-from whorl.evals.tasks.task import EvalTask
 from whorl.tracking.seeds import derive
 
 EOS = 256

@@ -15,10 +15,10 @@ import pytest
 from tests.support.evals.backend import FakeBackend
 
 from whorl.errors import WhorlError
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.model.requests import Completion, GenerateRequest, Request, Response, Score, ScoreRequest
 from whorl.evals.runner import evaluate
 from whorl.evals.suites import SuiteInputs, load_suite
-from whorl.evals.tasks import EvalTask
 
 MODULES = (statistics, textwrap, heapq, difflib, json.decoder)
 DOCUMENTS = [(f"lib/{m.__name__}.py", Path(m.__file__).read_text()) for m in MODULES]

@@ -10,11 +10,11 @@ import pytest
 from tests.support.evals.backend import FakeBackend
 
 from whorl.evals.kinds import KINDS
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.model.requests import Completion, GenerateRequest, Request, Response, Score, ScoreRequest
 from whorl.evals.results import TaskResult
 from whorl.evals.runner import evaluate
 from whorl.evals.suites import TaskSources, catalog, load_tasks
-from whorl.evals.tasks import EvalTask
 
 DIFF = "--- a/{0}\n+++ b/{0}\n@@ -1,1 +1,1 @@\n-x = 1\n+x = 2\n"
 GRIDS = {

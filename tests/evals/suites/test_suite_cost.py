@@ -9,7 +9,8 @@ from whorl.evals.runner import evaluate
 from whorl.evals.suites import SUITES, SuiteInputs, load_suite
 from whorl.evals.suites.cost import SuiteCost, suite_cost
 from whorl.evals.suites.suite import ABOUT
-from whorl.evals.tasks import TaskConfig, make_task
+from whorl.evals.tasks.config import TaskConfig
+from whorl.evals.tasks.task import make_task
 
 SOURCE = '''"""A module."""
 

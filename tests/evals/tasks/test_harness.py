@@ -11,9 +11,10 @@ import yaml
 
 from whorl.errors import WhorlError
 from whorl.evals.grading import get_grader
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.model.requests import GenerateRequest, ScoreRequest, TextRequest
 from whorl.evals.suites.suite import read_any_task
-from whorl.evals.tasks import EvalTask, load_task
+from whorl.evals.tasks.task import load_task
 
 RECORDS = [
     {"q": f"{k}+1", "c": [str(k), str(k + 1)], "a": 1, "t": str(k + 1), "id": f"r{k}"} for k in range(4)

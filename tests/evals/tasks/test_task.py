@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import WhorlError
-from whorl.evals.kinds.kind import Kind, Metric
+from whorl.evals.kinds.kind import EvalTask, Kind, Metric
 from whorl.evals.model.requests import GenerateRequest
-from whorl.evals.tasks import EvalTask, TaskConfig, load_task, make_task, read_task_file
-from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.config import TaskConfig, parse_task, read_task_file
+from whorl.evals.tasks.task import load_task, make_task
 from whorl.registry import permit_code
 
 
@@ -69,7 +69,7 @@ def test_hash_covers_content_configuration_and_version() -> None:
     same = task(about="other words", data={"test": "elsewhere.jsonl"})
     assert base.hash == same.hash and len(base.hash) == 12
     changed = [
-        task(version="2"), task(system="Add."), task([{**RECORDS[0], "a": 9}, *RECORDS[1:]]), base.first(2),
+        task(version="2"), task(system="Add."), task([{**RECORDS[0], "a": 9}, *RECORDS[1:]]), task(RECORDS[:2]),
         task(examples=["x0"]),
     ]  # fmt: skip
     assert len({base.hash, *(each.hash for each in changed)}) == 1 + len(changed)

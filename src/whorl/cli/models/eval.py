@@ -13,7 +13,7 @@ import typer
 from whorl.cli.options import StoreOption
 
 if TYPE_CHECKING:
-    from whorl.evals.tasks import EvalTask
+    from whorl.evals.kinds.kind import EvalTask
 
 
 def eval(

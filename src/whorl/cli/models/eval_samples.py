@@ -16,8 +16,8 @@ from whorl.data.quarantine import Quarantine
 from whorl.errors import ConfigError
 from whorl.evals.grading import read_tasks
 from whorl.evals.kinds.generate import verifiable_task
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.model.requests import GenerateRequest, Request, Response, Score
-from whorl.evals.tasks import EvalTask
 from whorl.evals.tasks.config import GenerationConfig
 from whorl.evals.tasks.task import task_hash
 from whorl.machine.device_probe import probe

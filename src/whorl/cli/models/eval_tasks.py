@@ -13,6 +13,7 @@ from whorl.evals.contamination import (
     training_text,
     with_contamination,
 )
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.model.metered_backend import MeteredBackend
 from whorl.evals.model.open_model import ModelOptions, is_url, open_backend
 from whorl.evals.model.requests import ModelBackend
@@ -22,7 +23,6 @@ from whorl.evals.results_io import RESULTS_FILE, load_cost, save_results
 from whorl.evals.runner import evaluate
 from whorl.evals.suites import SuiteInputs, TaskSources, load_suite
 from whorl.evals.suites import load_tasks as named_tasks
-from whorl.evals.tasks import EvalTask
 from whorl.store import Store, user_path
 from whorl.tracking.progress import Progress
 

@@ -36,7 +36,7 @@ from whorl.evals.kinds.kind import MODEL, Answered, Kind, Metric, Respond
 from whorl.evals.model.requests import Message
 from whorl.evals.results import ItemResult, Outcome
 from whorl.evals.statistics.pass_at_k import pass_at_k
-from whorl.evals.tasks.task import Item
+from whorl.evals.tasks.records import Item
 from whorl.sandbox import Program, ProgramResult, Sandbox
 from whorl.sandbox.unit_tests import tests_error
 from whorl.sandbox.work_folder import check_paths

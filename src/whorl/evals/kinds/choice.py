@@ -32,7 +32,7 @@ from whorl.evals.kinds.kind import Answered, Kind, Metric
 from whorl.evals.model.requests import Request, Score, ScoreRequest
 from whorl.evals.results import ItemResult, TaskMeasure
 from whorl.evals.statistics.calibration import calibration, probabilities
-from whorl.evals.tasks.task import LETTERS
+from whorl.evals.tasks.records import LETTERS
 
 Form = Literal["cloze", "letters"]
 _CLOZE = {

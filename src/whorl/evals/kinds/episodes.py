@@ -22,11 +22,11 @@ from whorl.evals.episodes.config import EpisodeConfig
 from whorl.evals.episodes.env_loop import make_env_loop
 from whorl.evals.episodes.runner import EpisodeRunner
 from whorl.evals.grading import VerifiableTask
-from whorl.evals.kinds.kind import Answered, Kind, Respond
+from whorl.evals.kinds.kind import Answered, EvalTask, Kind, Respond
 from whorl.evals.kinds.scores import SCORES
 from whorl.evals.results import ItemResult
 from whorl.evals.tasks.config import parse_task
-from whorl.evals.tasks.task import EvalTask, Item
+from whorl.evals.tasks.records import Item
 
 TASK = "task"  # field of an item: its `VerifiableTask`
 

@@ -44,7 +44,7 @@ from whorl.evals.grading import (
 from whorl.evals.grading.parse_rate import END_OF_DOCUMENT, trim_to_function
 from whorl.evals.grading.programs import ProgramGrader
 from whorl.evals.kinds.gold import gold_index, one_gold
-from whorl.evals.kinds.kind import Answered, Kind, Metric, Steps
+from whorl.evals.kinds.kind import Answered, EvalTask, Kind, Metric, Steps
 from whorl.evals.kinds.scaling import (
     REWARD,
     SampleOptions,
@@ -60,7 +60,8 @@ from whorl.evals.results import ItemResult
 from whorl.evals.statistics.pass_at_k import majority_at_k, pass_at_k
 from whorl.evals.statistics.seeds import variance_components
 from whorl.evals.tasks.config import parse_task
-from whorl.evals.tasks.task import LETTERS, EvalTask, make_task
+from whorl.evals.tasks.records import LETTERS
+from whorl.evals.tasks.task import make_task
 from whorl.sandbox import ResourceLimits, Sandbox
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from whorl.errors import DataError, shorten
-from whorl.evals.tasks.task import LETTERS
+from whorl.evals.tasks.records import LETTERS
 
 
 def one_gold(gold: Any, where: str) -> Any:

@@ -47,7 +47,7 @@ from whorl.evals.kinds.kind import Answered, Kind, Metric, Round, Steps
 from whorl.evals.model.requests import Completion, GenerateRequest, Message, Missing, Request, Response
 from whorl.evals.results import ItemResult, Outcome, TaskMeasure
 from whorl.evals.statistics.intervals import mean_interval
-from whorl.evals.tasks.task import Item
+from whorl.evals.tasks.records import Item
 
 JUDGE = "judge"  # role of the back end
 PREFERENCES = ("answer", "baseline", "tie")

@@ -1,4 +1,4 @@
-"""The interface of a kind of task.
+"""The interface of a kind of task, and the task that has it.
 
 A kind makes requests of an item (`steps`), and scores the responses of all items together (`score`). Scoring is a
 function of the responses alone, so another metric needs no new response.
@@ -25,19 +25,20 @@ back end gets large batches. A kind of episodes writes `answer` instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from whorl.errors import ConfigError, one_of
+from whorl.evals.kinds import KINDS
 from whorl.evals.model.requests import Completion, GenerateRequest, Message, Missing, Request, Response, Score
 from whorl.evals.results import ItemResult, Outcome, TaskMeasure
-from whorl.evals.tasks.config import settings_error
+from whorl.evals.tasks.config import TaskConfig, settings_error
+from whorl.evals.tasks.records import Item
+from whorl.evals.tasks.template import Template
 from whorl.tracking.seeds import derive
-
-if TYPE_CHECKING:
-    from whorl.evals.tasks.task import EvalTask, Item
 
 MODEL = "model"  # role of the model under evaluation
 SEEDS = 1 << 31  # an endpoint may take no larger one
@@ -95,6 +96,57 @@ class NoOptions(BaseModel):
     """A kind without settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass
+class EvalTask:
+    """A configuration with its items. Made by `load_task` and `make_task` (`tasks/task.py`).
+
+    Attributes:
+        examples: few-shot examples, in order.
+        hash: see `tasks/task.py`.
+    """
+
+    config: TaskConfig
+    items: list[Item]
+    examples: list[Item]
+    hash: str = ""
+    _prefixes: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def kind(self) -> Kind:
+        """The kind, which makes requests of items and scores responses."""
+        try:
+            found = KINDS.get(self.config.kind, named_by="kind")
+        except ConfigError as error:
+            raise ConfigError(
+                f"task {self.config.name}: {error.what}", expected=error.expected, do=error.do
+            ) from error
+        made: Kind = found(self)
+        return made
+
+    def template(self, setting: str, source: str, *, expression: bool = False) -> Template:
+        """Return a template of this task, for messages named after its setting."""
+        return Template(source, f"task {self.config.name}: {setting}", expression=expression)
+
+    def prompt(self, template: Template, item: Item, answer: Callable[[Item], str]) -> str:
+        """Return `system`, the few-shot examples with their answers, and the item, as one text.
+
+        answer: text that follows the prompt of an example.
+        """
+        if template.source not in self._prefixes:
+            parts = [self.config.system, *(template(e.variables, e.id) + answer(e) for e in self.examples)]
+            self._prefixes[template.source] = "".join(p + self.config.separator for p in parts if p)
+        prompt: str = self._prefixes[template.source] + template(item.variables, item.id)
+        return prompt
+
+    def messages(self, template: Template, item: Item, answer: Callable[[Item], str]) -> tuple[Message, ...]:
+        """Return the same as a conversation: each example is a message of the user and one of the assistant."""
+        found = [{"role": "system", "content": self.config.system}] if self.config.system else []
+        for example in self.examples:
+            found.append({"role": "user", "content": template(example.variables, example.id)})
+            found.append({"role": "assistant", "content": answer(example).strip()})
+        return (*found, {"role": "user", "content": template(item.variables, item.id)})
 
 
 class Kind:

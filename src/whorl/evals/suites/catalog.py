@@ -6,7 +6,7 @@ from pathlib import Path
 
 import whorl.evals
 from whorl.errors import ConfigError, one_of
-from whorl.evals.tasks import TaskConfig, read_task_file
+from whorl.evals.tasks.config import TaskConfig, read_task_file
 
 FOLDER = Path(whorl.evals.__file__).parent / "catalog"
 

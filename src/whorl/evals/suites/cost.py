@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.model.requests import GenerateRequest, Request, ScoreRequest
-from whorl.evals.tasks import EvalTask
 
 
 @dataclass(frozen=True)

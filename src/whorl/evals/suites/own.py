@@ -22,10 +22,12 @@ from whorl.errors import DataError, WhorlError
 from whorl.evals.grading import grade_tasks
 from whorl.evals.grading.parse_rate import sample_function_prompts
 from whorl.evals.grading.programs import parse_or_none
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.suites.code_tasks import doctest_tasks, filter_solvable
 from whorl.evals.suites.python_functions import stable_hash
 from whorl.evals.suites.suite import SuiteInputs
-from whorl.evals.tasks import EvalTask, TaskConfig, make_task
+from whorl.evals.tasks.config import TaskConfig
+from whorl.evals.tasks.task import make_task
 from whorl.sandbox import Sandbox
 from whorl.tracking.seeds import derive
 

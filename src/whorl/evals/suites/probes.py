@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from whorl.errors import ConfigError, one_of
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.suites.probe_lines import LEVELS, PROBES, ProbeLine
-from whorl.evals.tasks import EvalTask, TaskConfig, make_task
-from whorl.evals.tasks.config import TaskData
+from whorl.evals.tasks.config import TaskConfig, TaskData
+from whorl.evals.tasks.task import make_task
 
 if TYPE_CHECKING:
     from whorl.evals.suites import SuiteInputs

@@ -22,7 +22,7 @@ from typing import Any
 
 from whorl.evals.grading.final_answer import after_thinking, find_final_answer
 from whorl.evals.grading.grade import Grade
-from whorl.evals.kinds.kind import Metric
+from whorl.evals.kinds.kind import EvalTask, Metric
 from whorl.evals.suites.gym_entries import (
     HASH_SEED,
     GymEntry,
@@ -33,8 +33,8 @@ from whorl.evals.suites.gym_entries import (
     score_answer,
 )
 from whorl.evals.suites.suite import SuiteInputs
-from whorl.evals.tasks import EvalTask, make_task
 from whorl.evals.tasks.config import parse_task
+from whorl.evals.tasks.task import make_task
 
 ITEMS = 10  # of each data set
 TEMPLATE = "{{ question }}\n\nWrite the final answer between <answer> and </answer>."

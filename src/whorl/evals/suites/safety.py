@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.safety import SafetyItem, built_in, transform_items
 from whorl.evals.suites.suite import SuiteInputs
-from whorl.evals.tasks import EvalTask
 from whorl.evals.tasks.config import parse_task
 from whorl.evals.tasks.task import make_task
 

@@ -20,10 +20,12 @@ from typing import Any
 from whorl.errors import ConfigError
 from whorl.evals.grading.grade import Grade
 from whorl.evals.grading.refusal import is_refusal
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.suites.biographies import ATTRIBUTES, REFUSAL, Biographies
 from whorl.evals.suites.own import CONTEXT, Record, spread_items
 from whorl.evals.suites.suite import SuiteInputs
-from whorl.evals.tasks import EvalTask, TaskConfig, make_task
+from whorl.evals.tasks.config import TaskConfig
+from whorl.evals.tasks.task import make_task
 from whorl.tracking.seeds import derive
 
 N_ITEMS = 200

@@ -22,8 +22,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from whorl.errors import ConfigError, NotApplicableError
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.suites.catalog import catalog_file
-from whorl.evals.tasks import EvalTask, load_task
 from whorl.evals.tasks.config import (
     Paths,
     TaskConfig,
@@ -34,6 +34,7 @@ from whorl.evals.tasks.config import (
     settings_error,
 )
 from whorl.evals.tasks.harness import read_harness_file
+from whorl.evals.tasks.task import load_task
 from whorl.registry import Registry
 from whorl.store import user_path
 

@@ -1,17 +1,51 @@
-"""Records of task files, read by the formats of `whorl.data.formats`."""
+"""Records of task files, read by the formats of `whorl.data.formats`, and the items that tasks make of them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 from whorl.data.files import format_suffix, open_decompressed
 from whorl.data.formats import open_format
 from whorl.data.quarantine import BadRecordError
 from whorl.errors import ConfigError, DataError
+from whorl.evals.tasks.template import RESERVED
 
 Fields = Mapping[str, Any]
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One record of a task.
+
+    Attributes:
+        id: unique within the task.
+        fields: of the record.
+        gold: value of the expression `gold`; for a choice task the index of the right choice.
+        choices: texts; empty if the task has none.
+        cluster, group: see `whorl.evals.results.ItemResult`.
+    """
+
+    id: str
+    fields: Fields
+    gold: Any = None
+    choices: tuple[str, ...] = ()
+    cluster: str = ""
+    group: str = ""
+
+    @cached_property
+    def variables(self) -> dict[str, Any]:
+        """The variables of templates: the fields, and `item`."""
+        letters = LETTERS[: len(self.choices)]
+        about = SimpleNamespace(
+            id=self.id, gold=self.gold, choices=self.choices, letters=letters, fields=self.fields
+        )
+        return {**self.fields, RESERVED: about}
 
 
 def read_records(paths: Sequence[str], label: str, unnest: str = "") -> Iterator[Fields]:

@@ -11,113 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from whorl.errors import ConfigError, DataError, NotApplicableError, shorten
-from whorl.evals.kinds import KINDS
-from whorl.evals.model.requests import Message
+from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.tasks.config import TaskConfig, read_task_file
-from whorl.evals.tasks.records import Fields, read_records
+from whorl.evals.tasks.records import Fields, Item, read_records
 from whorl.evals.tasks.template import RESERVED, Template
 
-if TYPE_CHECKING:
-    from whorl.evals.kinds.kind import Kind
-
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 HASH_DIGITS = 12
-
-
-@dataclass(frozen=True)
-class Item:
-    """One record of a task.
-
-    Attributes:
-        id: unique within the task.
-        fields: of the record.
-        gold: value of the expression `gold`; for a choice task the index of the right choice.
-        choices: texts; empty if the task has none.
-        cluster, group: see `whorl.evals.results.ItemResult`.
-    """
-
-    id: str
-    fields: Fields
-    gold: Any = None
-    choices: tuple[str, ...] = ()
-    cluster: str = ""
-    group: str = ""
-
-    @cached_property
-    def variables(self) -> dict[str, Any]:
-        """The variables of templates: the fields, and `item`."""
-        letters = LETTERS[: len(self.choices)]
-        about = SimpleNamespace(
-            id=self.id, gold=self.gold, choices=self.choices, letters=letters, fields=self.fields
-        )
-        return {**self.fields, RESERVED: about}
-
-
-@dataclass
-class EvalTask:
-    """A configuration with its items. Made by `load_task` and `make_task`.
-
-    Attributes:
-        examples: few-shot examples, in order.
-        hash: see the top of this file.
-    """
-
-    config: TaskConfig
-    items: list[Item]
-    examples: list[Item]
-    hash: str = ""
-    _prefixes: dict[str, str] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def kind(self) -> Kind:
-        """The kind, which makes requests of items and scores responses."""
-        try:
-            found = KINDS.get(self.config.kind, named_by="kind")
-        except ConfigError as error:
-            raise ConfigError(
-                f"task {self.config.name}: {error.what}", expected=error.expected, do=error.do
-            ) from error
-        made: Kind = found(self)
-        return made
-
-    def template(self, setting: str, source: str, *, expression: bool = False) -> Template:
-        """Return a template of this task, for messages named after its setting."""
-        return Template(source, f"task {self.config.name}: {setting}", expression=expression)
-
-    def prompt(self, template: Template, item: Item, answer: Callable[[Item], str]) -> str:
-        """Return `system`, the few-shot examples with their answers, and the item, as one text.
-
-        answer: text that follows the prompt of an example.
-        """
-        if template.source not in self._prefixes:
-            parts = [self.config.system, *(template(e.variables, e.id) + answer(e) for e in self.examples)]
-            self._prefixes[template.source] = "".join(p + self.config.separator for p in parts if p)
-        prompt: str = self._prefixes[template.source] + template(item.variables, item.id)
-        return prompt
-
-    def messages(self, template: Template, item: Item, answer: Callable[[Item], str]) -> tuple[Message, ...]:
-        """Return the same as a conversation: each example is a message of the user and one of the assistant."""
-        found = [{"role": "system", "content": self.config.system}] if self.config.system else []
-        for example in self.examples:
-            found.append({"role": "user", "content": template(example.variables, example.id)})
-            found.append({"role": "assistant", "content": answer(example).strip()})
-        return (*found, {"role": "user", "content": template(item.variables, item.id)})
-
-    def first(self, n: int) -> EvalTask:
-        """Return a task of the first n items, with another hash."""
-        if n >= len(self.items):
-            return self
-        made = EvalTask(self.config, self.items[:n], self.examples)
-        made.hash = task_hash(made)
-        return made
 
 
 def load_task(

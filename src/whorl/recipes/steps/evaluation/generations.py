@@ -12,8 +12,8 @@ from whorl.evals.prompts import CHECKED_TEXTS, PYTHON_PROMPTS, has_words, is_pyt
 from whorl.recipes.registry import StepContext
 
 if TYPE_CHECKING:
+    from whorl.evals.kinds.kind import EvalTask
     from whorl.evals.results import TaskResult
-    from whorl.evals.tasks import EvalTask
     from whorl.tokens.tokenizer import Tokenizer
 
 __all__ = ["CHECKED_TEXTS", "draw_samples", "nearest_to_real_code"]
