@@ -14,7 +14,7 @@ largest of:
     letter_acc_mutual_info, letter_acc_prior                 the same with u = log p(letter | last line of the prompt)
 
 `acc_prior` above chance shows that the choices alone identify the answers. Probabilities are the softmax of the
-first form's l_c. They give `brier` and `log_score`, and the calibration errors `ece` and `ace` (`metrics/calibration.py`).
+first form's l_c. They give `brier`, `log_score`, and the calibration errors `ece` and `ace` (`statistics/calibration.py`).
 """
 
 from __future__ import annotations
