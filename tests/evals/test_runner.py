@@ -116,7 +116,7 @@ def test_results_survive_the_disk(tmp_path: Path) -> None:
 
 def test_damaged_results_are_named(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text('{"tasks": [{"task": "a"}]}')
-    with pytest.raises(WhorlError, match="cannot be read: KeyError"):
+    with pytest.raises(WhorlError, match=r"cannot be read: tasks\.0\.kind: Field required"):
         load_results(tmp_path)
 
 

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from math import nan
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 Outcome = Literal["right", "wrong", "not_found", "truncated", "refused", "error", "missing", "scored"]
 OUTCOMES: tuple[Outcome, ...] = (
     "right", "wrong", "not_found", "truncated", "refused", "error", "missing", "scored",
 )  # fmt: skip
+
+
+Number = Annotated[float, BeforeValidator(lambda value: nan if value is None else value)]  # JSON has no NaN
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class ItemResult:
     """
 
     item: str
-    scores: Mapping[str, float]
+    scores: Mapping[str, Number]
     outcome: Outcome
     reason: str = ""
     cluster: str = ""
@@ -64,16 +70,16 @@ class TaskMeasure:
     """
 
     metric: str
-    value: float
-    low: float
-    high: float
+    value: Number
+    low: Number
+    high: Number
     n: int
     about: str = ""
     unit: str = "share"
     higher_is_better: bool | None = True
     chance: float | None = None
     bounds: tuple[float, float] | None = None
-    standard_error: float = float("nan")
+    standard_error: Number = nan
     method: str = ""
 
 
@@ -115,3 +121,9 @@ class TaskResult:
     def measure(self, metric: str) -> TaskMeasure:
         """Return the figure of a metric. Raises KeyError."""
         return next(m for m in self.measures if m.metric == metric)
+
+    @property
+    def first(self) -> TaskMeasure | None:
+        """The figure of the first metric, which decides the outcome of an item."""
+        name = self.metrics[0] if self.metrics else ""
+        return next((m for m in self.measures if m.metric == name), next(iter(self.measures), None))

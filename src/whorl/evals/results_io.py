@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
 from whorl.errors import DataError
-from whorl.evals.results import ItemResult, TaskMeasure, TaskResult
+from whorl.evals.results import ItemResult, TaskResult
 from whorl.files import write_atomic
 
 RESULTS_FILE = "results.json"
 FORMAT = 1
+
+
+_ITEM = TypeAdapter(ItemResult)
+
+
+class _Results(BaseModel):
+    tasks: list[TaskResult]
+    cost: dict[str, float] = {}
 
 
 def items_file(task: str) -> str:
@@ -51,54 +61,47 @@ def load_results(folder: Path) -> list[TaskResult]:
     """Return the results of a folder, with their items.
 
     Raises:
-        DataError: a file is missing or damaged.
+        DataError: a file is missing or damaged. The message names the file and the field, or the line.
     """
     path = folder / RESULTS_FILE
     try:
-        content = json.loads(path.read_text("utf-8"))
-        return [_task_result(folder, fields) for fields in content["tasks"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        found = _Results.model_validate_json(path.read_bytes()).tasks
+        for number, result in enumerate(found):
+            path = folder / items_file(result.task)
+            found[number] = replace(result, items=tuple(_items(path)))
+    except (OSError, ValidationError) as error:
+        reason = error.strerror if isinstance(error, OSError) else _first_error(error)
         raise DataError(
-            f"the results in {folder} cannot be read: {reason}", expected=f"{RESULTS_FILE} and its files of items",
-            do="run `whorl eval` with --out and this folder again",
+            f"{path} cannot be read: {reason}", expected=f"the results of whorl eval: {RESULTS_FILE} and its files of items",
+            do="run `whorl eval` with --out and this folder again; responses in the cache are not requested again",
         ) from error  # fmt: skip
+    return found
 
 
-def load_cost(folder: Path, address: str) -> dict[str, Any]:
+def load_cost(folder: Path, address: str) -> dict[str, float]:
     """Return the cost in a folder's results, if they are of the model at `address`; else an empty mapping."""
     try:
-        content = json.loads((folder / RESULTS_FILE).read_text("utf-8"))
-        same = all(task["address"] == address for task in content["tasks"])
-        return dict(content.get("cost", {})) if same else {}
-    except (OSError, ValueError, KeyError, TypeError):
+        content = _Results.model_validate_json((folder / RESULTS_FILE).read_bytes())
+    except (OSError, ValidationError):
         return {}
+    return content.cost if all(task.address == address for task in content.tasks) else {}
 
 
-def load_items(path: Path) -> list[ItemResult]:
-    """Return the items of a file. Raises OSError, ValueError and TypeError for a missing or damaged file."""
-    with path.open(encoding="utf-8") as lines:
-        return [_item(json.loads(line)) for line in lines]
+def _items(path: Path) -> Iterator[ItemResult]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield _ITEM.validate_json(line)
+            except ValidationError as error:
+                raise DataError(
+                    f"{path}, line {number}: {_first_error(error)}", expected="one JSON object, an ItemResult"
+                ) from error
 
 
-def _task_result(folder: Path, content: dict[str, Any]) -> TaskResult:
-    def measure(given: dict[str, Any]) -> TaskMeasure:
-        bounds = given.pop("bounds")
-        numbers = {f.name for f in fields(TaskMeasure) if f.type == "float"}
-        given = {k: math.nan if v is None and k in numbers else v for k, v in given.items()}
-        return TaskMeasure(**given, bounds=None if bounds is None else (bounds[0], bounds[1]))
-
-    measures = tuple(measure(each) for each in content.pop("measures"))
-    by_group = {group: measure(each) for group, each in content.pop("by_group").items()}
-    for name in ("metrics", "notes"):
-        content[name] = tuple(content[name])
-    items = tuple(load_items(folder / items_file(content["task"])))
-    return TaskResult(**content, measures=measures, by_group=by_group, items=items)
-
-
-def _item(given: dict[str, Any]) -> ItemResult:
-    scores = {name: math.nan if value is None else value for name, value in given["scores"].items()}
-    return ItemResult(**{**given, "scores": scores, "answers": tuple(given["answers"])})
+def _first_error(error: ValidationError) -> str:
+    """Return the field and what is wrong with it."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
 
 
 def _finite(value: Any) -> Any:

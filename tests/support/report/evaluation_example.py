@@ -66,10 +66,11 @@ def write_evaluation(
     answered = max(n - counts["missing"], 1)
     accuracy = counts["right"] / answered
     measure = {
-        "metric": "acc", "value": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "chance": 0.25,
+        "metric": "acc", "value": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "n": n, "chance": 0.25,
     }  # fmt: skip
     task = {
-        "task": "words", "model": name, "address": f"{seed:040x}", "hash": "0123456789ab", "kind": "choice",
+        "task": "words", "model": name, "address": f"{seed:040x}", "hash": "0123456789ab", "kind": "choice", "version": "1",
+        "about": "words that follow",
         "outcomes": counts, "metrics": ["acc"], "measures": [measure], "requests": n, "seconds": 10.0 + seed,
     }  # fmt: skip
     cost = {"tokens_per_second": 500.0 + 100 * seed, "memory_bytes": 4e8 * (1 + seed)}

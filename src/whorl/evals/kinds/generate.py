@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from string import ascii_uppercase
 from typing import Any, ClassVar
 
 import numpy as np
@@ -60,7 +61,6 @@ from whorl.evals.results import ItemResult
 from whorl.evals.statistics.pass_at_k import majority_at_k, pass_at_k
 from whorl.evals.statistics.seeds import variance_components
 from whorl.evals.tasks.config import parse_task
-from whorl.evals.tasks.records import LETTERS
 from whorl.evals.tasks.task import make_task
 from whorl.sandbox import ResourceLimits, Sandbox
 
@@ -142,7 +142,7 @@ class Generate(Kind):
         """See `Kind`: one gold answer; that of an item with choices is a letter."""
         where = f"task {self.config.name}, item {item.id!r}"
         if item.choices:
-            return replace(item, gold=LETTERS[gold_index(item.gold, item.choices, where)])
+            return replace(item, gold=ascii_uppercase[gold_index(item.gold, item.choices, where)])
         return (
             item
             if self.metric_name in ("constraints", "repetition", "compiles", "doctest", "verified")

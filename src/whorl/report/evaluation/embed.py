@@ -14,15 +14,14 @@ import base64
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from whorl.report.evaluation.folders import OUTCOMES
+from whorl.evals.results import OUTCOMES, ItemResult
 
 CHUNK_ITEMS = 64
 LINE_CHARACTERS = 120  # of the prompt in the list
 MAX_TOKENS = 4000  # of one item with log-probabilities
-Record = Mapping[str, Any]  # an ItemResult as JSON
 ABSENT = len(OUTCOMES)  # the outcome of an item that a model does not have
 
 
@@ -39,7 +38,7 @@ def unpack(text: str) -> Any:
     return json.loads(zlib.decompress(base64.b64decode(text), -15))
 
 
-def task_blocks(number: int, models: Sequence[Sequence[Record]]) -> Iterator[tuple[str, str]]:
+def task_blocks(number: int, models: Sequence[Sequence[ItemResult]]) -> Iterator[tuple[str, str]]:
     """Yield (id of the element, packed text) of a task: its chunks, then its columns.
 
     models: the items of each model. Joined by id, they are in the order of the first model that has them.
@@ -48,13 +47,13 @@ def task_blocks(number: int, models: Sequence[Sequence[Record]]) -> Iterator[tup
     merged: list[dict[str, Any]] = []
     for side, items in enumerate(models):
         for item in items:
-            place = places.setdefault(item["item"], len(merged))
+            place = places.setdefault(item.item, len(merged))
             if place == len(merged):
-                entry = {"id": item["item"], "prompt": "", "gold": "", "group": ""}
-                merged.append(entry | {"sides": [None] * len(models)})
+                sides = [None] * len(models)
+                merged.append({"id": item.item, "prompt": "", "gold": "", "group": "", "sides": sides})
             entry = merged[place]
             for name in ("prompt", "gold", "group"):
-                entry[name] = entry[name] or str(item.get(name) or "")
+                entry[name] = entry[name] or getattr(item, name)
             entry["sides"][side] = _side(item)
     columns = _columns(merged, len(models))
     for chunk, start in enumerate(range(0, len(merged), CHUNK_ITEMS)):
@@ -66,19 +65,19 @@ def task_blocks(number: int, models: Sequence[Sequence[Record]]) -> Iterator[tup
     yield f"task-{number}", pack(columns)
 
 
-def _side(item: Record) -> dict[str, Any]:
+def _side(item: ItemResult) -> dict[str, Any]:
     """Return what one model did with an item."""
-    details = dict(item.get("details") or {})
+    details = dict(item.details)
     if details.get("tokens"):
         details = {name: value for name, value in details.items() if name not in ("token_ids", "log_probs")}
     if isinstance(tokens := details.get("tokens"), list) and len(tokens) > MAX_TOKENS:
         details["tokens"] = tokens[:MAX_TOKENS]
         details["tokens_left_out"] = len(tokens) - MAX_TOKENS
     return {
-        "outcome": OUTCOMES.index(item["outcome"]),
-        "answers": list(item.get("answers") or ()),
-        "reason": item.get("reason") or "",
-        "scores": item.get("scores") or {},
+        "outcome": OUTCOMES.index(item.outcome),
+        "answers": item.answers,
+        "reason": item.reason,
+        "scores": item.scores,
         "details": details,
     }
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
 
+from whorl.evals.results import ItemResult, TaskMeasure
 from whorl.report.charts import Series, line_chart, ticks
-from whorl.report.evaluation.folders import EvaluatedModel, PageMeasure
+from whorl.report.evaluation.folders import EvaluatedModel
 from whorl.report.format import format_duration, format_number, format_si
 
 Point = tuple[float, float]  # cost (lower is better), quality (higher is better)
@@ -16,7 +16,7 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 300, 56, 20, 18, 40
 _COLORS = 7  # classes c0 to c6 of the style sheet
 _STYLES = ("main", "second", "faint")
 
-COSTS = {  # field of PageCost -> (title, name of the axis, sign that makes lower better)
+COSTS = {  # entry of a cost -> (title, name of the axis, sign that makes lower better)
     "seconds": ("Quality by time", "seconds of the evaluation", 1),
     "tokens_per_second": ("Quality by speed", "tokens per second", -1),
     "memory_bytes": ("Quality by memory", "peak memory, MB", 1),
@@ -24,7 +24,7 @@ COSTS = {  # field of PageCost -> (title, name of the axis, sign that makes lowe
 }
 
 
-def reliability_bins(items: Sequence[Mapping[str, Any]], bins: int = 10) -> list[tuple[float, float, int]]:
+def reliability_bins(items: Sequence[ItemResult], bins: int = 10) -> list[tuple[float, float, int]]:
     """Return (mean confidence, share right, items) of each bin with items, by rising confidence.
 
     Bins have equal width in the confidence, which is `details["confidence"]`. Items without one are left out, as are
@@ -32,21 +32,21 @@ def reliability_bins(items: Sequence[Mapping[str, Any]], bins: int = 10) -> list
     """
     found: dict[int, list[tuple[float, bool]]] = {}
     for item in items:
-        confidence = (item.get("details") or {}).get("confidence")
+        confidence = item.details.get("confidence")
         if (
             isinstance(confidence, int | float)
             and 0 <= confidence <= 1
-            and item["outcome"] in ("right", "wrong")
+            and item.outcome in ("right", "wrong")
         ):
             place = min(int(confidence * bins), bins - 1)
-            found.setdefault(place, []).append((confidence, item["outcome"] == "right"))
+            found.setdefault(place, []).append((confidence, item.outcome == "right"))
     return [
         (sum(c for c, _ in pairs) / len(pairs), sum(right for _, right in pairs) / len(pairs), len(pairs))
         for _, pairs in sorted(found.items())
     ]
 
 
-def reliability_chart(task: str, models: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def reliability_chart(task: str, models: Mapping[str, Sequence[ItemResult]]) -> str:
     """Return the reliability diagram of a task: share of right answers over confidence; "" if no item has one.
 
     models: label -> items.
@@ -94,13 +94,13 @@ def cost_charts(task: str, models: Sequence[EvaluatedModel]) -> Iterator[tuple[s
     name, better = "", 1
     for model in models:
         first = model.tasks[task].first if task in model.tasks else None
-        if first is not None and first.value is not None and first.higher_is_better is not None:
+        if first is not None and not math.isnan(first.value) and first.higher_is_better is not None:
             name, quality[model.label] = first.metric, first.value
             better = 1 if first.higher_is_better else -1
     for field, (title, axis, sign) in COSTS.items():
         points: dict[str, Point] = {}
         for model in models:
-            cost = getattr(model.cost, field)
+            cost = model.cost.get(field)
             if cost is not None and model.label in quality:
                 points[model.label] = (sign * cost, better * quality[model.label])
         if len(points) < 2:
@@ -121,13 +121,15 @@ def scaling_charts(task: str, models: Sequence[EvaluatedModel]) -> Iterator[tupl
     """
     for model in models:
         found = {m.metric: m for m in model.tasks[task].measures} if task in model.tasks else {}
-        each = found["tokens"].value if "tokens" in found else None
-        curves: dict[str, list[tuple[float, PageMeasure]]] = {}
+        each = found["tokens"].value if "tokens" in found else math.nan
+        curves: dict[str, list[tuple[float, TaskMeasure]]] = {}
         for name, measure in found.items():
             curve, _, k = name.partition("@")
             own = found.get(f"{name} tokens")
-            tokens = own.value if own is not None else each and each * int(k or 0) if k.isdigit() else None
-            if k.isdigit() and tokens is not None and measure.value is not None:
+            if not k.isdigit():
+                continue
+            tokens = each * int(k) if own is None else own.value
+            if not math.isnan(tokens) and not math.isnan(measure.value):
                 curves.setdefault(curve, []).append((math.log2(max(1.0, tokens)), measure))
         if not curves:
             continue
@@ -136,9 +138,9 @@ def scaling_charts(task: str, models: Sequence[EvaluatedModel]) -> Iterator[tupl
             points.sort(key=lambda point: point[0])
             x, color = [point[0] for point in points], number % _COLORS
             for bound in ("low", "high"):
-                y = [m.value if (end := getattr(m, bound)) is None else end for _, m in points]
-                series.append(Series("", x, [v or 0.0 for v in y], f"b{color}", has_tooltip=False))
-            series.append(Series(curve, x, [m.value or 0.0 for _, m in points], f"c{color}", dots=True))
+                y = [m.value if math.isnan(end := getattr(m, bound)) else end for _, m in points]
+                series.append(Series("", x, y, f"b{color}", has_tooltip=False))
+            series.append(Series(curve, x, [m.value for _, m in points], f"c{color}", dots=True))
             keys += f'<span class="key c{color}">{escape(curve)}</span> '
         chart = line_chart(
             series, label=f"Accuracy of {task} against tokens sampled per answer, one curve per method",

@@ -1,167 +1,54 @@
-"""Read the folders of evaluations for the page: `results.json` and `items-TASK.jsonl` (`whorl.evals.results`).
+"""The evaluated models of a page: their results (`whorl.evals.results_io`), a unique label, and the cost.
 
-Fields of `results.json` that the page reads. Others are ignored; those of `cost` are optional:
-
-    {"cost": {"seconds": 12.5, "tokens_per_second": 810, "memory_bytes": 4e8, "joules": 90},
-     "tasks": [{"task": "arc", "model": "a", "address": "3f...", "hash": "9c...", "kind": "choice", "requests": 100,
-                "measures": [{"metric": "acc", "value": 0.61, "low": 0.51, "high": 0.7, "chance": 0.25, "unit": "share",
-                              "about": "share of right choices", "bounds": [0.6, 0.63]}],
-                "metrics": ["acc"], "outcomes": {"right": 61, "wrong": 39},
-                "by_group": {"physics": {"metric": "acc", "value": 0.7}},
-                "notes": ["3 contexts exceed the window"]}]}
-
-Without `cost` the time is that of the tasks, unless responses came from the cache.
+Without a measured time the cost has that of the tasks, unless responses came from the cache.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from whorl.errors import DataError
-
-RESULTS_FILE = "results.json"
-OUTCOMES = ("right", "wrong", "not_found", "truncated", "refused", "error", "missing", "scored")
-
-
-class _Read(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class PageMeasure(_Read):
-    """One figure with its interval, and the value of guessing. Fields of `whorl.evals.results.TaskMeasure`."""
-
-    metric: str
-    value: float | None = None
-    low: float | None = None
-    high: float | None = None
-    about: str = ""
-    unit: str = "share"
-    higher_is_better: bool | None = True
-    chance: float | None = None
-    bounds: tuple[float, float] | None = None
-
-
-class PageTask(_Read):
-    """One task of one model. Fields of `whorl.evals.results.TaskResult`."""
-
-    name: str = Field(alias="task")
-    model: str = ""
-    address: str = ""
-    hash: str = ""
-    kind: str = ""
-    about: str = ""
-    metrics: tuple[str, ...] = ()
-    measures: tuple[PageMeasure, ...] = ()
-    by_group: dict[str, PageMeasure] = {}
-    outcomes: dict[str, int] = {}
-    requests: int = 0
-    cached: int = 0
-    seconds: float = 0.0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def first(self) -> PageMeasure | None:
-        """The figure of the first metric, which decides the outcome of an item."""
-        name = self.metrics[0] if self.metrics else ""
-        return next((m for m in self.measures if m.metric == name), next(iter(self.measures), None))
-
-
-class PageCost(_Read):
-    """Resources of the evaluation; energy is that of the processor package where it can be read."""
-
-    seconds: float | None = None
-    tokens_per_second: float | None = None
-    memory_bytes: float | None = None
-    joules: float | None = None
-
-
-class _Results(_Read):
-    tasks: tuple[PageTask, ...]
-    cost: PageCost = PageCost()
+from whorl.evals.results import ItemResult, TaskResult
+from whorl.evals.results_io import load_cost, load_results
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """One folder. label: name of the model, unique on the page."""
+    """One folder.
 
-    folder: Path
+    Attributes:
+        label: name of the model, unique on the page.
+        cost: "seconds", "tokens_per_second", "memory_bytes" and "joules", of those that were measured. Energy is that of
+            the processor package.
+    """
+
     label: str
     address: str
-    tasks: Mapping[str, PageTask]
-    cost: PageCost
+    tasks: Mapping[str, TaskResult]
+    cost: Mapping[str, float]
 
-    def items(self, task: str) -> Iterator[dict[str, Any]]:
-        """Yield the items of a task as records; none if the model has not run the task.
-
-        Raises:
-            DataError: a line is damaged, or the file is missing.
-        """
-        if task not in self.tasks:
-            return
-        path = self.folder / f"items-{task}.jsonl"
-        try:
-            with path.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
-                    yield _item(line, f"{path}, line {number}")
-        except FileNotFoundError as error:
-            raise DataError(
-                f"{path} is missing", expected="one file of items for each task of results.json",
-                do="run the evaluation again; responses in the cache are not requested again",
-            ) from error  # fmt: skip
+    def items(self, task: str) -> Sequence[ItemResult]:
+        """Return the items of a task; none if the model has not run it."""
+        return self.tasks[task].items if task in self.tasks else ()
 
 
-def _item(line: str, where: str) -> dict[str, Any]:
-    try:
-        item = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: {error}", expected="one JSON object, an ItemResult") from error
-    if not isinstance(item, dict) or not isinstance(item.get("item"), str):
-        raise DataError(f"{where}: {line[:80]!r}", expected="a JSON object with the text `item`")
-    if item.get("outcome") not in OUTCOMES:
-        raise DataError(f"{where}: outcome is {item.get('outcome')!r}", expected=", ".join(OUTCOMES))
-    return item
-
-
-def read_evaluations(folders: list[Path]) -> list[EvaluatedModel]:
+def read_evaluations(folders: Sequence[Path]) -> list[EvaluatedModel]:
     """Return the models of the folders, in order. Equal names get a number.
 
     Raises:
-        DataError: a folder has no `results.json`, or a field is wrong.
+        DataError: a file of a folder is missing or damaged.
     """
     found: list[EvaluatedModel] = []
     for folder in folders:
-        path = folder / RESULTS_FILE
-        try:
-            results = _Results.model_validate_json(path.read_bytes())
-        except FileNotFoundError as error:
-            raise DataError(
-                f"{path} does not exist", expected="a folder of an evaluation", do="run whorl eval first"
-            ) from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise DataError(
-                f"{path}: {where}: {first['msg']}", expected="the results of whorl eval"
-            ) from error
-        top = results.tasks[0] if results.tasks else None
-        name, labels = (top.model if top else "") or folder.name, {model.label for model in found}
+        tasks = load_results(folder)
+        name, address = (tasks[0].model or folder.name, tasks[0].address) if tasks else (folder.name, "")
+        labels = {model.label for model in found}
         label, number = name, 2
         while label in labels:
             label, number = f"{name} ({number})", number + 1
-        tasks = {task.name: task for task in results.tasks}
-        cost = _with_seconds(results.cost, results.tasks)
-        found.append(EvaluatedModel(folder, label, top.address if top else "", tasks, cost))
+        cost = load_cost(folder, address)
+        if "seconds" not in cost and tasks and not any(task.cached or not task.requests for task in tasks):
+            cost["seconds"] = sum(task.seconds for task in tasks)
+        found.append(EvaluatedModel(label, address, {task.task: task for task in tasks}, cost))
     return found
-
-
-def _with_seconds(cost: PageCost, tasks: Sequence[PageTask]) -> PageCost:
-    """Return the cost with the time of the tasks, if it has none and no response came from the cache."""
-    if cost.seconds is not None or not tasks or any(task.cached or not task.requests for task in tasks):
-        return cost
-    return cost.model_copy(update={"seconds": sum(task.seconds for task in tasks)})

@@ -7,15 +7,17 @@ those in the items are inserted as text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from whorl.errors import ConfigError
-from whorl.report.evaluation.embed import CHUNK_ITEMS, Record, pack, task_blocks
+from whorl.evals.results import OUTCOMES, ItemResult, TaskMeasure
+from whorl.report.evaluation.embed import CHUNK_ITEMS, pack, task_blocks
 from whorl.report.evaluation.figures import COSTS, cost_charts, format_cost, reliability_chart, scaling_charts
-from whorl.report.evaluation.folders import OUTCOMES, EvaluatedModel, PageMeasure, read_evaluations
+from whorl.report.evaluation.folders import EvaluatedModel, read_evaluations
 from whorl.report.format import NBSP, format_number
 from whorl.report.render import write_html
 
@@ -44,7 +46,7 @@ def write_page(
     names = list(dict.fromkeys(task for model in models for task in model.tasks))
     blocks, contents, figures = [], [], []
     for number, task in enumerate(names):
-        items = {model.label: [*model.items(task)] for model in models}
+        items = {model.label: model.items(task) for model in models}
         made = [*task_blocks(number, [*items.values()])]
         blocks += made
         contents.append({"name": task, "chunks": len(made) - 1})
@@ -62,7 +64,7 @@ def write_page(
 
 
 def _figures(
-    task: str, models: Sequence[EvaluatedModel], items: Mapping[str, Sequence[Record]]
+    task: str, models: Sequence[EvaluatedModel], items: Mapping[str, Sequence[ItemResult]]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (title, note, markup) of the figures of a task."""
     if chart := reliability_chart(task, items):
@@ -85,7 +87,7 @@ def _render(
 
     shared, here = files("whorl.report"), files("whorl.report.evaluation")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    used = [field for field in COSTS if any(getattr(model.cost, field) is not None for model in models)]
+    used = [field for field in COSTS if any(field in model.cost for model in models)]
     return environment.from_string((here / "page.html").read_text("utf-8")).render(
         title=title,
         style=Markup((shared / "style.css").read_text("utf-8") + (here / "items.css").read_text("utf-8")),
@@ -103,12 +105,12 @@ def _render(
 
 
 def _costs(model: EvaluatedModel, fields: Sequence[str]) -> list[str]:
-    return [format_cost(field, getattr(model.cost, field)) for field in fields]
+    return [format_cost(field, model.cost.get(field)) for field in fields]
 
 
 def _rows(task: str, models: Sequence[EvaluatedModel]) -> list[dict[str, Any]]:
     """Return one row for each figure of a task, with a cell per model."""
-    found: dict[str, dict[str, PageMeasure]] = {}  # figure -> model -> value
+    found: dict[str, dict[str, TaskMeasure]] = {}  # figure -> model -> value
     for model in models:
         if task in model.tasks:
             for each in model.tasks[task].measures:
@@ -127,12 +129,12 @@ def _rows(task: str, models: Sequence[EvaluatedModel]) -> list[dict[str, Any]]:
     return rows
 
 
-def _cell(measure: PageMeasure | None) -> tuple[str, str]:
+def _cell(measure: TaskMeasure | None) -> tuple[str, str]:
     """Return (value, interval)."""
-    if measure is None or measure.value is None:
+    if measure is None or math.isnan(measure.value):
         return "–", ""
     interval = ""
-    if measure.low is not None and measure.high is not None:
+    if not math.isnan(measure.low) and not math.isnan(measure.high):
         interval = f"{_value(measure.low, measure.unit)} to {_value(measure.high, measure.unit)}"
     return _value(measure.value, measure.unit), interval
 
