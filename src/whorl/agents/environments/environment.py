@@ -20,8 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whorl.agents.environments.tables import Tables
 from whorl.errors import ConfigError
 from whorl.slots.spec import FieldSpec
+
+NO_LIMIT = 1 << 40  # `max_episode_steps` of an environment whose episodes are never truncated
 
 
 class Transition(NamedTuple):
@@ -97,6 +100,10 @@ class Environment(Protocol):
         """
         ...
 
+    def tables(self) -> Tables | None:
+        """Return the transition probabilities of a finite environment; None of another."""
+        ...
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return all state that determines later steps; empty if the environment does not expose it."""
         ...
@@ -147,6 +154,10 @@ class BatchedEnvironment(ABC):
         """Return the costs [B] of having reached `state` [k, B]; None without costs."""
         return None
 
+    def tables(self) -> Tables | None:
+        """Return the transition probabilities of a finite environment; None of another."""
+        return None
+
     def reset(self, seed: int) -> Tensor:
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.state = self.initial_state(self.num_envs)
@@ -165,7 +176,8 @@ class BatchedEnvironment(ABC):
         # No episode can be truncated before the earliest deadline, so most steps skip the comparison.
         due = self.step_count >= self.next_deadline
         truncated = self.deadline <= self.step_count if due else self.none_ended
-        final = observation = self.observe(state)
+        final, cost = self.observe(state), self.cost(state)
+        observation = final
         ended = (terminated | truncated if due else terminated).nonzero().view(-1)
         if len(ended):
             state.index_copy_(1, ended, self.initial_state(len(ended)))
@@ -174,7 +186,7 @@ class BatchedEnvironment(ABC):
         if due:
             self.next_deadline = int(self.deadline.min())
         self.state = state
-        return Transition(observation, reward, terminated, truncated, final, self.cost(state))
+        return Transition(observation, reward, terminated, truncated, final, cost)
 
     def state_dict(self) -> dict[str, Tensor]:
         assert self.state is not None

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whorl.agents.environments.environment import Spaces, Transition
+from whorl.agents.environments.tables import Tables, tables_of_outcomes
 from whorl.errors import ConfigError
 
 
@@ -121,6 +122,14 @@ class GymnasiumEnvironment:
             torch.tensor(truncated),
             final,
         )
+
+    def tables(self) -> Tables | None:
+        """Return the tables of an environment with gymnasium's attributes P and initial_state_distrib; None of another."""
+        first: Any = self.envs.envs[0]  # type: ignore[attr-defined]
+        outcomes, initial = (getattr(first.unwrapped, name, None) for name in ("P", "initial_state_distrib"))
+        if self.one_hot is None or self.spaces.n_actions is None or outcomes is None or initial is None:
+            return None
+        return tables_of_outcomes(outcomes, initial, first.spec.max_episode_steps)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}  # gymnasium does not expose its state

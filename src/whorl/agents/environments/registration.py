@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
+import torch
+
 from whorl.agents.environments.classic_control import Acrobot, CartPole, MountainCar, Pendulum
 from whorl.agents.environments.environment import BatchedEnvironment, Environment
-from whorl.agents.environments.grids import GridWorld
+from whorl.agents.environments.grids import CliffWalking, CostlyGrid, DeepSea, FrozenLake8x8, GridWorld
 from whorl.agents.environments.gymnasium_env import GymnasiumEnvironment
+from whorl.agents.environments.tables import Tables
+from whorl.errors import ConfigError
 
 TENSOR_ENVIRONMENTS: dict[str, type[BatchedEnvironment]] = {
     "CartPole-v1": CartPole,
@@ -13,15 +19,45 @@ TENSOR_ENVIRONMENTS: dict[str, type[BatchedEnvironment]] = {
     "Pendulum-v1": Pendulum,
     "MountainCar-v0": MountainCar,
     "FrozenLake-v1": GridWorld,
+    "FrozenLake8x8-v1": FrozenLake8x8,
+    "CliffWalking-v1": CliffWalking,
+    "CostlyGrid-v0": CostlyGrid,
+    "DeepSea-v0": DeepSea,
 }
 
 
 def make_env(name: str, num_envs: int, *, device: str = "cpu") -> Environment:
     """Return `num_envs` copies of an environment by its gymnasium name, with built-in dynamics where they exist.
 
+    `DeepSea10-v0` is DeepSea of size 10.
+
     Raises:
         ConfigError: the name is unknown, or the environment has unsupported spaces.
     """
     if name in TENSOR_ENVIRONMENTS:
         return TENSOR_ENVIRONMENTS[name](num_envs, device=device)
+    if sized := re.fullmatch(r"DeepSea(\d{1,3})-v0", name):
+        return DeepSea(num_envs, size=int(sized[1]), device=device)
     return GymnasiumEnvironment(name, num_envs)
+
+
+def make_tables(name: str) -> Tables:
+    """Return the tables of a finite environment.
+
+    Raises:
+        ConfigError: the name is unknown, or the environment is not finite.
+    """
+    environment = make_env(name, 1)
+    tables, spaces = environment.tables(), environment.spaces
+    environment.close()
+    if tables is None:
+        kind = "pixels" if spaces.observation_dtype == torch.uint8 else "observations"
+        actions = (
+            f"{spaces.n_actions} actions" if spaces.n_actions else f"action vectors of {spaces.action_size}"
+        )
+        raise ConfigError(
+            f"{name} has no table of transitions: it has {kind} of shape {spaces.observation_shape} and {actions}",
+            expected="a finite environment, such as FrozenLake-v1, CliffWalking-v1 or Taxi-v4",
+            do=f"train a network: whorl rl train {'dqn' if spaces.n_actions else 'ppo'} {name}",
+        )
+    return tables
