@@ -106,23 +106,97 @@ class ActorCritic(nn.Module):
         return ActionEvaluation(self.log_prob(output, action), each.sum().expand(len(value)), value)
 
 
+class Critics(nn.Module):
+    """K networks of equal shape, evaluated as one batched product per layer.
+
+    forward: inputs [N, d] or [K, N, d] -> [K, N, n_out].
+    """
+
+    def __init__(self, k: int, sizes: Sequence[int], generator: torch.Generator) -> None:
+        super().__init__()
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for number, (n_in, n_out) in enumerate(pairwise(sizes)):
+            weight = torch.empty(k, n_out, n_in)
+            for each in weight:
+                gain = math.sqrt(2) if number < len(sizes) - 2 else 1.0
+                nn.init.orthogonal_(each, gain, generator=generator)
+            self.weights.append(nn.Parameter(weight.transpose(1, 2).contiguous()))
+            self.biases.append(nn.Parameter(torch.zeros(k, 1, n_out)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 2:
+            x = x.expand(len(self.weights[0]), *x.shape)
+        for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.baddbmm(bias, x if number == 0 else x.relu(), weight)
+        return x
+
+
 class QNetworks(nn.Module):
-    """Values of discrete actions: `q`, and `target`, which holds earlier weights of it."""
+    """Values of discrete actions by K members: `q`, `target` with earlier weights of it, and `prior`, never trained.
+
+    A member's value is q + prior_scale x prior: where there are no data, members differ.
+    """
 
     def __init__(
-        self, spaces: Spaces, hidden: Sequence[int], generator: torch.Generator, *, duelling: bool = False
-    ) -> None:
+        self, spaces: Spaces, hidden: Sequence[int], generator: torch.Generator, members: int = 1, *,
+        duelling: bool = False, prior_scale: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         assert spaces.n_actions is not None
-        n_in = math.prod(spaces.observation_shape)
-        sizes = [n_in, *hidden, spaces.n_actions + duelling]
-        self.q = nn.Sequential(mlp(sizes, 0.01, generator, nn.ReLU), *([Duelling()] if duelling else []))
+        self.duelling, self.prior_scale = duelling, prior_scale
+        sizes = [math.prod(spaces.observation_shape), *hidden, spaces.n_actions + duelling]
+        self.q = Critics(members, sizes, generator)
         self.target = deepcopy(self.q).requires_grad_(False)
+        self.prior = Critics(members, sizes, generator).requires_grad_(False) if prior_scale else None
 
-
-class Duelling(nn.Module):
-    """Map a value and advantages [..., 1 + A] to values of actions [..., A]."""
-
-    def forward(self, output: Tensor) -> Tensor:
+    def values(self, network: nn.Module, observation: Tensor) -> Tensor:
+        """Return values [K, N, A] by `q` or `target`, of observations [N, d]."""
+        output: Tensor = network(observation)
+        if self.prior is not None:
+            output = output + self.prior_scale * self.prior(observation)
+        if not self.duelling:
+            return output
         value, advantage = output[..., :1], output[..., 1:]
         return value + advantage - advantage.mean(dim=-1, keepdim=True)
+
+
+class PolicyAndCritics(nn.Module):
+    """A policy, critics with targets, and a temperature: the networks of DDPG and SAC.
+
+    Vector actions lie within their bounds: the policy's numbers pass through tanh. Critics see actions scaled to [-1, 1].
+
+    Args:
+        n_out: numbers of the policy per state. target_policy: keep earlier weights of the policy too.
+        temperature: of the entropy, at first; None: without.
+    """
+
+    def __init__(
+        self, spaces: Spaces, hidden: Sequence[int], generator: torch.Generator, *, n_out: int, n_critics: int,
+        target_policy: bool = False, temperature: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        n_in, discrete = math.prod(spaces.observation_shape), spaces.n_actions is not None
+        self.policy = mlp([n_in, *hidden, n_out], 0.01, generator, nn.ReLU)
+        sizes = (
+            [n_in, *hidden, spaces.n_actions or 0] if discrete else [n_in + spaces.action_size, *hidden, 1]
+        )
+        self.critics = Critics(n_critics, sizes, generator)
+        self.target_critics = deepcopy(self.critics).requires_grad_(False)
+        if target_policy:
+            self.target_policy = deepcopy(self.policy).requires_grad_(False)
+        if temperature is not None:
+            self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))
+        low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
+        self.register_buffer("middle", (low + high) / 2, persistent=False)
+        self.register_buffer("half_range", (high - low) / 2, persistent=False)
+        self.middle: Tensor
+        self.half_range: Tensor
+
+    def squash(self, output: Tensor) -> Tensor:
+        """Map numbers [..., k] to actions within the bounds."""
+        return self.middle + self.half_range * output.tanh()
+
+    def values(self, critics: nn.Module, observation: Tensor, action: Tensor) -> Tensor:
+        """Return values [K, N] of vector actions [N, k]."""
+        out: Tensor = critics(torch.cat((observation, (action - self.middle) / self.half_range), dim=-1))
+        return out.squeeze(-1)

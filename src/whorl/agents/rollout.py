@@ -23,6 +23,7 @@ from whorl.agents.methods.registration import make_method
 from whorl.errors import ConfigError
 from whorl.slots import BoardReader, Slot, Spec
 from whorl.slots.spec import FieldSpec
+from whorl.train.optim.clipping import clip_scale
 
 STEP_FIELDS = ("observation", "action", "reward", "terminated", "truncated", "final_observation")
 
@@ -32,7 +33,8 @@ class Rollout:
     """T steps of B environments.
 
     observation: [T + 1, B, d], flattened, the last after step T; fp32, or uint8 for pixels. final_observation: [T, B, d].
-    action: [T, B] int64, or [T, B, k] fp32. cost: [T, B], only in environments with costs. The others: [T, B].
+    action: [T, B] int64, or [T, B, k] fp32. cost: [T, B], 0 in environments without costs. The others: [T, B].
+    gradient: [P + 2], only of actors that compute it: of all parameters, then the loss and its count.
     """
 
     observation: NDArray[Any]
@@ -43,14 +45,18 @@ class Rollout:
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     cost: NDArray[np.float32]
+    gradient: NDArray[np.float32] | None = None
 
 
-def rollout_spec(spaces: Spaces, n_envs: int, n_steps: int) -> Spec[Rollout]:
-    """Return the slot spec of `n_steps` steps of `n_envs` environments."""
+def rollout_spec(spaces: Spaces, n_envs: int, n_steps: int, n_parameters: int | None = None) -> Spec[Rollout]:
+    """Return the slot spec of `n_steps` steps of `n_envs` environments; with the gradient of `n_parameters`, if given."""
     fields = step_fields(spaces)
     fields["final_observation"] = fields["observation"]
     rows = {name: n_steps + (name == "observation") for name in fields}
-    return Spec(Rollout, {n: FieldSpec((rows[n], n_envs, *f.shape), f.dtype) for n, f in fields.items()})
+    in_slot = {n: FieldSpec((rows[n], n_envs, *f.shape), f.dtype) for n, f in fields.items()}
+    if n_parameters is not None:
+        in_slot["gradient"] = FieldSpec((n_parameters + 2,), np.dtype(np.float32))
+    return Spec(Rollout, in_slot)
 
 
 @dataclass
@@ -71,7 +77,9 @@ class Actor:
         self._method = make_method(self.config, self._envs.spaces)
         self._networks = self._method.make_networks(torch.Generator())
         self._observation = self._envs.reset(self.seed).flatten(1)
-        self._exploration = Exploration(self.config.exploration, self._envs.spaces, self.config.n_envs)
+        self._exploration = Exploration(
+            self.config.exploration, self._envs.spaces, self.config.n_envs, self._method.n_members
+        )
         self._steps = 0
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -88,18 +96,24 @@ class Actor:
             n: state[f"exploration/{n}"].clone() for n in self._exploration.state if state
         }
 
-    @torch.no_grad()
     def fill(self, slot: Slot[Any], weights: BoardReader, rng: np.random.Generator) -> int:
         """Write T steps into the slot and return T * B."""
         if not hasattr(self, "_envs"):
             self.setup()
         weights.load_into(self._networks)
         rollout = slot.tensors()
+        self._act(rollout, slot.seed, slot.sequence)
+        if "gradient" in rollout:
+            self._write_gradient(rollout, weights, slot.sequence)
+        return rollout["reward"].numel()
+
+    @torch.no_grad()
+    def _act(self, rollout: dict[str, torch.Tensor], seed: int, sequence: int) -> None:
+        """Fill the fields of all steps."""
         envs, method, networks, observation = self._envs, self._method, self._networks, self._observation
         n_steps, n_envs = rollout["reward"].shape
-        generator = torch.Generator().manual_seed(slot.seed)
-        done = slot.sequence / (self.config.n_rollouts * self.config.rollouts_per_step)
-        self._exploration.start(n_steps, generator, done)
+        generator = torch.Generator().manual_seed(seed)
+        self._exploration.start(n_steps, generator, sequence * n_steps * n_envs, self.config.steps)
         outputs, costs, steps = [], [], {name: list[torch.Tensor]() for name in STEP_FIELDS}
         for t in range(n_steps):
             steps["observation"].append(observation)
@@ -121,14 +135,28 @@ class Actor:
             torch.stack(values, out=rollout[name])
         rollout["behaviour_log_prob"][:] = method.log_prob(networks, torch.stack(outputs), rollout["action"])
         rollout["cost"].copy_(torch.stack(costs)) if costs else rollout["cost"].zero_()
-        if not np.isfinite(slot.data.reward).all():
-            t, copy = np.argwhere(~np.isfinite(slot.data.reward))[0]
+        if not rollout["reward"].isfinite().all():
+            t, copy = (~rollout["reward"].isfinite()).nonzero()[0].tolist()
             raise ConfigError(
-                f"the reward of {self.config.environment} is {slot.data.reward[t, copy]} at step {self._steps + t + 1} of "
-                f"copy {copy}",
+                f"the reward of {self.config.environment} is {rollout['reward'][t, copy]:g} at step {self._steps + t + 1} "
+                f"of copy {copy}",
                 expected="a finite number",
                 do="correct the environment's reward",
             )
         self._steps += n_steps
         self._observation = observation
-        return n_steps * n_envs
+
+    def _write_gradient(self, rollout: dict[str, torch.Tensor], weights: BoardReader, sequence: int) -> None:
+        """Write the gradient of the method's loss on this rollout, or take the step of gradient descent on the board."""
+        method, networks = self._method, self._networks
+        loss = method.rollout_loss(networks, rollout)
+        parameters = dict(networks.named_parameters())
+        gradients = torch.autograd.grad(loss.total, list(parameters.values()), materialize_grads=True)
+        flat = torch.cat([g.flatten() for g in gradients])
+        torch.cat((flat, loss.total.detach()[None], loss.count[None]), out=rollout["gradient"])
+        rates = method.actor_rates(networks, sequence // self.config.rollouts_per_step)
+        if rates is not None:
+            count = float(loss.count)
+            clipped = clip_scale(float(flat.norm()) / count, self.config.clip_norm) / count
+            named = zip(parameters, gradients, strict=True)
+            weights.board.add_unlocked({n: g * (-clipped * rates[n]) for n, g in named})

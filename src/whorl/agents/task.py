@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.agents.environments.environment import Spaces
 from whorl.agents.environments.registration import make_env
+from whorl.agents.exploration import VisitCounts
 from whorl.agents.methods.method import Method, MethodConfig
 from whorl.agents.methods.registration import make_method
 from whorl.agents.rollout import Actor, rollout_spec
@@ -139,6 +139,8 @@ class AgentTask(Task[Rollouts]):
         self.method, self.networks = open_method(config)
         self.n_actors = max(1, config.actors)
         self.method.make_store(self.n_actors * config.n_envs)
+        bonus = config.exploration.bonus
+        self.visits = VisitCounts(bonus) if bonus else None
         self.returns, self.progress = EpisodeReturns(self.n_actors, config.n_envs), TrainingProgress()
         self.actor_state: dict[str, Tensor] = {}
         self.local_actors: list[Actor] = []  # actors in this process: their state can be saved
@@ -184,18 +186,18 @@ class AgentTask(Task[Rollouts]):
         return learner
 
     def _acted_weights(self) -> dict[str, Tensor]:
-        prefix = self.method.acted_weights
-        return {n: t for n, t in self.learner.weights.items() if n.startswith(prefix)}
+        prefixes = self.method.acted_weights
+        return {n: t for n, t in self.learner.weights.items() if n.startswith(prefixes)}
 
-    def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats:
+    def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats | None:
+        if len(learner.updates) != 1 or self.method.actors_differentiate:
+            return None
         rows = self.config.n_steps * self.config.n_envs
         return LayerStats(learner, steps=self.steps, batch_rows=rows, steps_done=steps_done)
 
     @contextmanager
     def batches(self, first: int) -> Iterator[Iterator[Rollouts]]:
-        config = self.config
-        start = first * config.rollouts_per_step
-        with _make_reader(config, self.method.spaces, self.actors, self.board, start) as self.rollouts:
+        with _make_reader(self, first * self.config.rollouts_per_step) as self.rollouts:
             yield self._steps(first)
 
     def _steps(self, step: int) -> Iterator[Rollouts]:
@@ -205,6 +207,8 @@ class AgentTask(Task[Rollouts]):
                 self.progress.returns.extend(self.returns.add(slot))
                 self.progress.steps += slot.length
                 found.append({name: view.clone() for name, view in slot.tensors().items()})
+                if self.visits is not None:
+                    found[-1]["reward"] += self.visits.rewards(found[-1]["final_observation"])
                 if self.method.store is not None:
                     self.method.store.add(found[-1], first=slot.producer * self.config.n_envs)
             yield found
@@ -219,7 +223,10 @@ class AgentTask(Task[Rollouts]):
         return self.config.remaining_fraction(step)
 
     def sync_weights(self, steps_done: int) -> None:
-        self.board.publish(self._acted_weights(), steps_done)
+        if self.learner.updates:
+            self.board.publish(self._acted_weights(), steps_done)
+        else:  # the actors moved the weights
+            self.board.read(self.learner.weights)
 
     def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
         self.progress.seconds = time.perf_counter() - self.started
@@ -228,7 +235,9 @@ class AgentTask(Task[Rollouts]):
 
     def tensors(self) -> dict[str, Tensor]:
         actors = {f"actor/{n}": t for actor in self.local_actors for n, t in actor.state_dict().items()}
-        store = self.method.store.tensors() if self.method.store is not None else {}
+        store = dict(self.method.store.tensors()) if self.method.store is not None else {}
+        if self.visits is not None:
+            store["visits"] = self.visits.counts
         return {
             "returns": self.returns.partial_returns,
             **{f"store/{n}": t for n, t in store.items()},
@@ -241,6 +250,8 @@ class AgentTask(Task[Rollouts]):
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.progress = TrainingProgress.from_state(state)
         self.returns.partial_returns.copy_(tensors.pop("returns"))
+        if self.visits is not None:
+            self.visits.counts.copy_(tensors["store/visits"])
         if self.method.store is not None:
             self.method.store.load(
                 {n.removeprefix("store/"): t for n, t in tensors.items() if n.startswith("store/")}
@@ -248,11 +259,16 @@ class AgentTask(Task[Rollouts]):
         self.actor_state = {n.removeprefix("actor/"): t for n, t in tensors.items() if n.startswith("actor/")}
 
 
-def _make_reader(
-    config: MethodConfig, spaces: Spaces, actors: list[Actor], board: Board, first: int
-) -> FIFOReader[Any]:
+def _make_reader(task: AgentTask, first: int) -> FIFOReader[Any]:
     """Return a reader of the actors' rollouts, from number `first`."""
-    spec = rollout_spec(spaces, config.n_envs, config.n_steps)
+    config, actors, board = task.config, task.actors, task.board
+    n_parameters = sum(p.numel() for p in task.networks.parameters())
+    spec = rollout_spec(
+        task.method.spaces,
+        config.n_envs,
+        config.n_steps,
+        n_parameters if task.method.actors_differentiate else None,
+    )
     ring: SlotRing[Any] = SlotRing(spec, len(actors) * (1 + config.prefetch if config.actors else 1))
     # No `restarts`: a restarted actor would begin new episodes without marking the old ones as truncated. Their returns
     # would be added to those of the new episodes. A killed actor therefore ends the run.

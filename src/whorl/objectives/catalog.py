@@ -204,6 +204,30 @@ _POLICY_GRADIENTS = [
         _OBJECTIVES + "action_value",
     ),
     (
+        "a3c",
+        "a2c, its gradient computed by the actors",
+        "Mnih et al. 2016, arXiv:1602.01783",
+        _OBJECTIVES + "actor_critic",
+    ),
+    (
+        "ddpg",
+        "(Q(s, a) - r - g Q'(s', mu'(s')))^2 / 2 and - Q(s, mu(s))",
+        "Lillicrap et al. 2016, arXiv:1509.02971",
+        _OBJECTIVES + "action_value",
+    ),
+    (
+        "td3",
+        "ddpg with the least of two Q', disturbed mu', and fewer steps of mu",
+        "Fujimoto et al. 2018, arXiv:1802.09477",
+        _OBJECTIVES + "action_value",
+    ),
+    (
+        "sac",
+        "(Q(s, a) - r - g (Q'(s', b) - alpha log pi(b)))^2 / 2 and alpha log pi - Q",
+        "Haarnoja et al. 2018, arXiv:1812.05905",
+        _OBJECTIVES + "action_value",
+    ),
+    (
         "value_loss",
         "max((V - R)^2, (clip(V, V_old - e, V_old + e) - R)^2) / 2",
         "Schulman et al. 2017, arXiv:1707.06347 (its code)",

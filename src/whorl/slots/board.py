@@ -80,6 +80,12 @@ class Board:
 
         self._write({"": torch.tensor(weights)}, self._flat, version)
 
+    def add_unlocked(self, deltas: Mapping[str, Tensor]) -> None:
+        """Add to the weights from any process, without a lock: of two additions at one moment, parts may be lost."""
+        for name, delta in deltas.items():
+            self._views[name].add_(delta)
+        self._header[1] += 1
+
     def read(self, into: Mapping[str, Tensor]) -> int:
         """Copy the current weights into tensors of equal names and shapes; return their version.
 

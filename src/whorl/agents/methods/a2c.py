@@ -18,7 +18,7 @@ from whorl.agents.networks import ActorCritic
 from whorl.objectives.actor_critic import a2c
 from whorl.objectives.advantages.estimators import Trajectory, gae
 from whorl.objectives.next_token import Loss
-from whorl.train.learner.update import MicroBatch, Update, all_adamw
+from whorl.train.learner.update import MicroBatch, ParamOptim, Update, all_adamw
 
 
 class A2CConfig(MethodConfig):
@@ -59,12 +59,13 @@ class A2C(Method):
         return networks.log_prob(outputs, action)
 
     def make_updates(self, networks: ActorCritic) -> list[Update]:
-        config = self.config
-        param_optims = {
-            **all_adamw(networks, config.learning_rate),
-            **all_adamw(networks, config.value_learning_rate or config.learning_rate, "value."),
-        }
-        return [Update(partial(self.loss, networks), param_optims, clip_norm=config.clip_norm, eps=1e-5)]
+        loss, clip_norm = partial(self.loss, networks), self.config.clip_norm
+        return [Update(loss, self.param_optims(networks), clip_norm=clip_norm, eps=1e-5)]
+
+    def param_optims(self, networks: ActorCritic) -> dict[str, ParamOptim]:
+        """Return the optimizers: the value network has its own learning rate."""
+        policy, value = self.config.learning_rate, self.config.value_learning_rate
+        return {**all_adamw(networks, policy), **all_adamw(networks, value or policy, "value.")}
 
     def minibatches(
         self, networks: ActorCritic, rollout: Mapping[str, Tensor], step: int

@@ -38,44 +38,65 @@ class DQNConfig(ReplayConfig):
     double: bool = Field(default=True, description="choose the next action with the trained network")
     duelling: bool = Field(default=False, description="Q as the sum of a value and advantages")
     target_every: int = Field(default=200, ge=1, description="updates between copies to the target network")
+    members: int = Field(
+        default=1, ge=1, description="networks of an ensemble, for exploration.kind=ensemble"
+    )
+    prior_scale: float = Field(default=3.0, ge=0, description="of each member's fixed random function")
     exploration: ExplorationConfig = ExplorationConfig(kind="epsilon")
 
 
 class DQN(ReplayMethod):
     Config: ClassVar[type[MethodConfig]] = DQNConfig
     config: DQNConfig
-    actions, acted_weights = "discrete", "q."
+    actions, acted_weights = "discrete", ("q.", "prior.")
+
+    @property
+    def n_members(self) -> int:
+        return self.config.members
 
     def make_networks(self, generator: torch.Generator) -> QNetworks:
-        return QNetworks(self.spaces, self.config.hidden, generator, duelling=self.config.duelling)
+        config = self.config
+        prior_scale = config.prior_scale if config.members > 1 else 0.0
+        return QNetworks(
+            self.spaces,
+            config.hidden,
+            generator,
+            config.members,
+            duelling=config.duelling,
+            prior_scale=prior_scale,
+        )
 
     def act(self, networks: QNetworks, observation: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        values: Tensor = networks.q(observation)
+        values = networks.values(networks.q, observation).mean(0)
+        return values.argmax(dim=-1), values
+
+    def act_as_member(
+        self, networks: QNetworks, observation: Tensor, member: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the best actions [B] by the values of one member [B] each, and these values [B, A]."""
+        values = networks.values(networks.q, observation)[member, torch.arange(len(member))]
         return values.argmax(dim=-1), values
 
     def greedy_action(self, networks: QNetworks, observation: Tensor) -> Tensor:
-        values: Tensor = networks.q(observation)
-        return values.argmax(dim=-1)
+        return self.act(networks, observation, observation)[0]
 
     def make_updates(self, networks: QNetworks) -> list[Update]:
-        config = self.config
-        return [
-            Update(
-                partial(self.loss, networks), all_adamw(networks, config.learning_rate, "q."),
-                clip_norm=config.clip_norm,
-            )
-        ]  # fmt: skip
+        rate, clip_norm = self.config.learning_rate, self.config.clip_norm
+        return [Update(partial(self.loss, networks), all_adamw(networks, rate, "q."), clip_norm=clip_norm)]
 
     def averages(self) -> list[Average]:
         return [Average("q.", 0.0, every=self.config.target_every, target="target.")]
 
     def loss(self, networks: QNetworks, part: MicroBatch) -> Loss:
         """Return the loss of a minibatch of `TransitionStore.draw`, and set its priorities."""
-        value = networks.q(part["observation"]).gather(1, part["action"][:, None]).squeeze(1)
+        values = networks.values(networks.q, part["observation"])  # [K, N, A]
+        value = values.gather(2, part["action"].expand(len(values), -1).unsqueeze(2)).squeeze(2)
         with torch.no_grad():
-            of_next = networks.target(part["next_observation"])
-            chooser = networks.q(part["next_observation"]) if self.config.double else of_next
+            following = part["next_observation"]
+            of_next = networks.values(networks.target, following)
+            chooser = networks.values(networks.q, following) if self.config.double else of_next
         target = q_target(part["reward"], part["next_discount"], of_next, chooser)
         if self.config.priority_exponent:
-            self.store.set_priorities(part["index"], (value - target).detach().abs() + MIN_PRIORITY)
+            error = (value - target).detach().abs().mean(0)
+            self.store.set_priorities(part["index"], error + MIN_PRIORITY)
         return q_loss(value, target, part["weight"])

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from whorl.agents.environments.environment import Spaces
 from whorl.agents.exploration import ExplorationConfig
 from whorl.errors import ConfigError
+from whorl.objectives.next_token import Loss
 from whorl.slots.replay import TransitionStore
 from whorl.train.learner.average import Average
 from whorl.train.learner.update import MicroBatch, Update
@@ -81,13 +82,15 @@ class Method(ABC):
 
     spaces: of the environment. store: the replay buffer of the learner's process, if the method has one.
     actions: which the method suits. needs_costs: it limits the costs of an environment.
-    acted_weights: prefix of the parameters that actors need.
+    acted_weights: prefixes of the parameters that actors need.
+    actors_differentiate: records hold the gradient of `rollout_loss`.
     """
 
     Config: ClassVar[type[MethodConfig]]
     actions: ClassVar[Literal["discrete", "vectors", "any"]] = "any"
     needs_costs: ClassVar[bool] = False
-    acted_weights: ClassVar[str] = ""
+    acted_weights: ClassVar[tuple[str, ...]] = ("",)
+    actors_differentiate: ClassVar[bool] = False
     store: TransitionStore | None = None
 
     def __init__(self, config: Any, spaces: Spaces) -> None:
@@ -121,6 +124,11 @@ class Method(ABC):
         noise: [B] uniform in [0, 1) for discrete actions, [B, k] standard normal for vectors.
         """
 
+    @property
+    def n_members(self) -> int:
+        """Number of policies of an ensemble."""
+        return 1
+
     @abstractmethod
     def greedy_action(self, networks: Any, observation: Tensor) -> Tensor:
         """Return the best action of each observation [B, d]."""
@@ -128,6 +136,14 @@ class Method(ABC):
     def log_prob(self, networks: Any, outputs: Tensor, action: Tensor) -> Tensor:
         """Return log-probabilities [T, B] of actions, given the stacked second results of `act`; 0 if not needed."""
         return torch.zeros(outputs.shape[:2])
+
+    def rollout_loss(self, networks: Any, rollout: Mapping[str, Tensor]) -> Loss:
+        """Return the loss whose gradient actors compute."""
+        raise NotImplementedError(f"{self.config.method} computes gradients in the learner")
+
+    def actor_rates(self, networks: Any, step: int) -> dict[str, float] | None:
+        """Return the rates by parameter at which actors move the shared weights themselves; None if the learner does."""
+        return None
 
     @abstractmethod
     def make_updates(self, networks: Any) -> list[Update]:

@@ -8,13 +8,27 @@ from pydantic import ValidationError
 
 from whorl.agents.environments.environment import Spaces
 from whorl.agents.methods.a2c import A2C
+from whorl.agents.methods.a3c import A3C
+from whorl.agents.methods.ddpg import DDPG, TD3
 from whorl.agents.methods.dqn import DQN
 from whorl.agents.methods.impala import IMPALA
 from whorl.agents.methods.method import Method, MethodConfig
 from whorl.agents.methods.ppo import PPO
+from whorl.agents.methods.reinforce import REINFORCE
+from whorl.agents.methods.sac import SAC
 from whorl.errors import ConfigError, example_setting, one_of
 
-METHODS: dict[str, type[Method]] = {"a2c": A2C, "ppo": PPO, "impala": IMPALA, "dqn": DQN}
+METHODS: dict[str, type[Method]] = {
+    "reinforce": REINFORCE,
+    "a2c": A2C,
+    "a3c": A3C,
+    "ppo": PPO,
+    "impala": IMPALA,
+    "dqn": DQN,
+    "ddpg": DDPG,
+    "td3": TD3,
+    "sac": SAC,
+}
 
 # Tuned settings per environment (LOG.md has the experiments).
 TUNED_OVERRIDES: dict[tuple[str, str], dict[str, object]] = {

@@ -1,0 +1,69 @@
+"""A3C: A2C whose actors compute the gradients, each when it is ready (Mnih et al. 2016, arXiv:1602.01783).
+
+A record carries the gradient of its rollout, with the weights that acted. The learner takes one optimizer step for each, in
+the order in which they arrive. With one actor in lockstep this is A2C, bit for bit.
+
+With `hogwild` the actors also take the steps: each adds its own to the shared weights, without a lock (Recht et al. 2011,
+arXiv:1106.5730). Steps of two actors at one moment may then be lost in part; the steps are those of gradient descent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from whorl.agents.methods.a2c import A2C, A2CConfig
+from whorl.agents.methods.method import MethodConfig
+from whorl.agents.networks import ActorCritic
+from whorl.objectives.next_token import Loss
+from whorl.train.learner.update import MicroBatch, Update
+
+
+class A3CConfig(A2CConfig):
+    method: Literal["a3c"] = "a3c"  # type: ignore[assignment]
+    actors: int = Field(default=2, ge=0)
+    hogwild: bool = Field(
+        default=False, description="actors move the shared weights themselves, without a lock"
+    )
+
+
+class A3C(A2C):
+    Config: ClassVar[type[MethodConfig]] = A3CConfig
+    config: A3CConfig
+    actors_differentiate = True
+
+    def rollout_loss(self, networks: ActorCritic, rollout: Mapping[str, Tensor]) -> Loss:
+        return self.loss(networks, self.flat(networks, rollout))
+
+    def actor_rates(self, networks: ActorCritic, step: int) -> dict[str, float] | None:
+        if not self.config.hogwild:
+            return None
+        scale = self.config.remaining_fraction(step)
+        return {n: scale * p.lr for n, p in self.param_optims(networks).items()}
+
+    def make_updates(self, networks: ActorCritic) -> list[Update]:
+        if self.config.hogwild:
+            return []
+        return [replace(super().make_updates(networks)[0], objective=partial(recorded_loss, networks))]
+
+    def minibatches(
+        self, networks: ActorCritic, rollout: Mapping[str, Tensor], step: int
+    ) -> Iterator[Sequence[MicroBatch]]:
+        """Yield the gradient of the record."""
+        yield [{"gradient": rollout["gradient"]}]
+
+
+def recorded_loss(networks: nn.Module, part: MicroBatch) -> Loss:
+    """Return a loss with the recorded value, count and gradient: the sum of weight x gradient has this gradient."""
+    flat, value, count = part["gradient"][:-2], *part["gradient"][-2:]
+    parameters = list(networks.parameters())
+    pieces = zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True)
+    total = sum((p.flatten() * g).sum() for p, g in pieces)
+    assert isinstance(total, Tensor)
+    return Loss(total - total.detach() + value, count, {})
