@@ -1,7 +1,7 @@
-"""Policy and value networks for small problems: two separate multi-layer perceptrons.
+"""Policy and value networks for small problems: multi-layer perceptrons, after two convolutions for pixels.
 
-They are separate because the value's gradients are larger and change sign less often; in a shared network they would
-dominate. Initial weights are orthogonal. The policy's last layer is 100 times smaller than the others, so the first
+Policy and value are separate because the value's gradients are larger and change sign less often; in a shared network
+they would dominate. Initial weights are orthogonal. The policy's last layer is 100 times smaller than the others, so the first
 policy is close to uniform (Andrychowicz et al. 2021, arXiv:2006.05990, sections 3.2 and 3.5).
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl.agents.environments.environment import Spaces
+from whorl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,42 @@ class ActionEvaluation:
     log_prob: Tensor
     entropy: Tensor
     value: Tensor
+
+
+class Pixels(nn.Module):
+    """Map flattened images [..., C H W] uint8 to features [..., n_out]: two convolutions of stride 2 or more."""
+
+    def __init__(self, shape: Sequence[int], generator: torch.Generator) -> None:
+        super().__init__()
+        self.shape, side = tuple(shape), min(shape[1:])
+        if side < 5:
+            raise ConfigError(f"images of {shape[1]} x {shape[2]} pixels", expected="at least 5 x 5")
+        size, stride = (8, 4) if side >= 36 else (3, 2)
+        first = nn.Conv2d(shape[0], 16, size, stride)
+        second = nn.Conv2d(16, 32, size // 2 + size % 2, 2 if side >= 9 else 1)
+        for convolution in (first, second):
+            with torch.no_grad():
+                nn.init.orthogonal_(convolution.weight, math.sqrt(2), generator=generator)
+                assert convolution.bias is not None
+                convolution.bias.zero_()
+        self.layers = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten())
+        self.n_out: int = self.layers(torch.zeros(1, *shape)).shape[1]
+
+    def forward(self, observation: Tensor) -> Tensor:
+        images = observation.reshape(-1, *self.shape).float() / 255
+        out: Tensor = self.layers(images)
+        return out.view(*observation.shape[:-1], self.n_out)
+
+
+def make_network(
+    spaces: Spaces, hidden: Sequence[int], n_out: int, output_gain: float, generator: torch.Generator,
+    activation: type[nn.Module] = nn.Tanh,
+) -> nn.Sequential:  # fmt: skip
+    """Return a network of observations: layers with an activation between them, after convolutions for pixels."""
+    if spaces.observation_dtype != torch.uint8:
+        return mlp([math.prod(spaces.observation_shape), *hidden, n_out], output_gain, generator, activation)
+    pixels = Pixels(spaces.observation_shape, generator)
+    return nn.Sequential(pixels, *mlp([pixels.n_out, *hidden, n_out], output_gain, generator, activation))
 
 
 def mlp(
@@ -54,11 +91,10 @@ class ActorCritic(nn.Module):
 
     def __init__(self, spaces: Spaces, hidden: Sequence[int], generator: torch.Generator) -> None:
         super().__init__()
-        n_in = math.prod(spaces.observation_shape)
         self.discrete = spaces.n_actions is not None
         n_out = spaces.n_actions or spaces.action_size
-        self.policy = mlp([n_in, *hidden, n_out], 0.01, generator)
-        self.value = mlp([n_in, *hidden, 1], 1.0, generator)
+        self.policy = make_network(spaces, hidden, n_out, 0.01, generator)
+        self.value = make_network(spaces, hidden, 1, 1.0, generator)
         self.log_width = None if self.discrete else nn.Parameter(torch.zeros(spaces.action_size))
 
     def values(self, observation: Tensor) -> Tensor:
@@ -109,11 +145,18 @@ class ActorCritic(nn.Module):
 class Critics(nn.Module):
     """K networks of equal shape, evaluated as one batched product per layer.
 
-    forward: inputs [N, d] or [K, N, d] -> [K, N, n_out].
+    forward: observations [N, d] and, with `action_size`, action vectors [N, k] -> [K, N, n_out].
     """
 
-    def __init__(self, k: int, sizes: Sequence[int], generator: torch.Generator) -> None:
+    def __init__(
+        self, k: int, spaces: Spaces, hidden: Sequence[int], n_out: int, generator: torch.Generator, *, action_size: int = 0
+    ) -> None:  # fmt: skip
         super().__init__()
+        pixels = spaces.observation_dtype == torch.uint8
+        encoders = [Pixels(spaces.observation_shape, generator) for _ in range(k if pixels else 0)]
+        self.encoders = nn.ModuleList(encoders)
+        n_in = encoders[0].n_out if pixels else math.prod(spaces.observation_shape)
+        sizes = [n_in + action_size, *hidden, n_out]
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         for number, (n_in, n_out) in enumerate(pairwise(sizes)):
             weight = torch.empty(k, n_out, n_in)
@@ -123,9 +166,14 @@ class Critics(nn.Module):
             self.weights.append(nn.Parameter(weight.transpose(1, 2).contiguous()))
             self.biases.append(nn.Parameter(torch.zeros(k, 1, n_out)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == 2:
-            x = x.expand(len(self.weights[0]), *x.shape)
+    def forward(self, observation: Tensor, action: Tensor | None = None) -> Tensor:
+        k = len(self.weights[0])
+        if self.encoders:
+            x = torch.stack([encode(observation) for encode in self.encoders])
+        else:
+            x = observation.expand(k, *observation.shape)
+        if action is not None:
+            x = torch.cat((x, action.expand(k, *action.shape)), dim=-1)
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = torch.baddbmm(bias, x if number == 0 else x.relu(), weight)
         return x
@@ -144,10 +192,10 @@ class QNetworks(nn.Module):
         super().__init__()
         assert spaces.n_actions is not None
         self.duelling, self.prior_scale = duelling, prior_scale
-        sizes = [math.prod(spaces.observation_shape), *hidden, spaces.n_actions + duelling]
-        self.q = Critics(members, sizes, generator)
+        shape = (members, spaces, hidden, spaces.n_actions + duelling, generator)
+        self.q = Critics(*shape)
         self.target = deepcopy(self.q).requires_grad_(False)
-        self.prior = Critics(members, sizes, generator).requires_grad_(False) if prior_scale else None
+        self.prior = Critics(*shape).requires_grad_(False) if prior_scale else None
 
     def values(self, network: nn.Module, observation: Tensor) -> Tensor:
         """Return values [K, N, A] by `q` or `target`, of observations [N, d]."""
@@ -175,12 +223,11 @@ class PolicyAndCritics(nn.Module):
         target_policy: bool = False, temperature: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        n_in, discrete = math.prod(spaces.observation_shape), spaces.n_actions is not None
-        self.policy = mlp([n_in, *hidden, n_out], 0.01, generator, nn.ReLU)
-        sizes = (
-            [n_in, *hidden, spaces.n_actions or 0] if discrete else [n_in + spaces.action_size, *hidden, 1]
+        self.policy = make_network(spaces, hidden, n_out, 0.01, generator, nn.ReLU)
+        vectors = spaces.action_size if spaces.n_actions is None else 0
+        self.critics = Critics(
+            n_critics, spaces, hidden, spaces.n_actions or 1, generator, action_size=vectors
         )
-        self.critics = Critics(n_critics, sizes, generator)
         self.target_critics = deepcopy(self.critics).requires_grad_(False)
         if target_policy:
             self.target_policy = deepcopy(self.policy).requires_grad_(False)
@@ -198,5 +245,5 @@ class PolicyAndCritics(nn.Module):
 
     def values(self, critics: nn.Module, observation: Tensor, action: Tensor) -> Tensor:
         """Return values [K, N] of vector actions [N, k]."""
-        out: Tensor = critics(torch.cat((observation, (action - self.middle) / self.half_range), dim=-1))
+        out: Tensor = critics(observation, (action - self.middle) / self.half_range)
         return out.squeeze(-1)
