@@ -1,7 +1,7 @@
 """Policy and value networks for small problems: multi-layer perceptrons, after two convolutions for pixels.
 
 Policy and value are separate because the value's gradients are larger and change sign less often; in a shared network
-they would dominate. Initial weights are orthogonal. The policy's last layer is 100 times smaller than the others, so the first
+they would dominate. Initial weights are orthogonal. The last layer of the policy is 100 times smaller, so the first
 policy is close to uniform (Andrychowicz et al. 2021, arXiv:2006.05990, sections 3.2 and 3.5).
 """
 
