@@ -148,7 +148,7 @@ def test_rl_train_writes_results_and_curve(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     sizes = ("--seeds", 2, "--steps", 3000, "--episodes", 3, "--set", "n_steps=16")
     printed = succeed(tmp_path, "rl", "train", "a2c", "CartPole-v1", *sizes).stdout
-    assert "inter-quartile mean of 2 seeds" in printed
+    assert "interquartile mean of 2 seeds" in printed
     agent = Store(tmp_path / ".whorl").open("rl/a2c-CartPole-v1")
     result = json.loads(agent.file("result.json").read_text())
     assert len(result["returns"]) == 2 and result["settings"]["n_steps"] == 16

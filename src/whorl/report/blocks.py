@@ -41,13 +41,21 @@ class _Block(_Record):
     at_end: bool = False
 
 
+LineStyle = Literal["main", "faint", "second", "third", "fourth", "fifth", "sixth"]
+
+
 class Line(_Record):
-    """One line of a curve, in the order of x."""
+    """One line of a curve, in the order of x. low, high: ends of an interval around each y, drawn as a band.
+
+    style: selects the colour. A chart with another style than "main" and "faint" gets a legend.
+    """
 
     name: str
     x: list[Finite] = Field(min_length=1)
     y: list[Finite] = Field(min_length=1)
-    style: Literal["main", "faint"] = "main"
+    low: list[Finite] = []
+    high: list[Finite] = []
+    style: LineStyle = "main"
     dots: bool = False
 
 
@@ -67,6 +75,26 @@ class Curve(_Block):
     y_range: tuple[Finite, Finite] | None = None
     unit: Literal["", "share"] = ""
     mark: tuple[Finite, str] | None = None
+
+
+class HeatMap(_Block):
+    """Cells with a value and a sign (e.g. the best action in each cell of a grid); colours grow with the value.
+
+    values: [rows][columns], None for a cell without a value. signs: of the same shape.
+    """
+
+    kind: Literal["heatmap"] = "heatmap"
+    values: list[list[Finite | None]] = Field(min_length=1)
+    signs: list[list[str]]
+
+
+class Image(_Block):
+    """A picture. data: the file in base64. alt: text alternative."""
+
+    kind: Literal["image"] = "image"
+    media_type: Literal["image/gif", "image/png"]
+    data: str = Field(pattern=r"^[A-Za-z0-9+/=]+$")
+    alt: str
 
 
 class Change(_Record):
@@ -189,7 +217,9 @@ class Card(_Record):
     more: str = ""
 
 
-Block = Annotated[Curve | Table | Histogram | Text | Facts | Sample | Answers, Field(discriminator="kind")]
+Block = Annotated[
+    Curve | HeatMap | Image | Table | Histogram | Text | Facts | Sample | Answers, Field(discriminator="kind")
+]
 
 
 class StepReport(BaseModel):

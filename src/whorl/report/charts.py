@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 import numpy as np
@@ -29,7 +29,8 @@ _MAX_POINTS = 420  # points of a curve at most; more would exceed the pixels
 class Series:
     """One curve.
 
-    style: class of the style sheet, "main" or "faint".
+    style: class of the style sheet, a `LineStyle`.
+    low, high: ends of an interval around each y, drawn as a band; empty for none.
     has_tooltip: whether the pointer shows its values.
     """
 
@@ -39,6 +40,16 @@ class Series:
     style: str = "main"
     dots: bool = False
     has_tooltip: bool = True
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+
+    def tooltips(self, y_format: Callable[[float], str]) -> list[str]:
+        """Return the text of each value, with its interval."""
+        texts = [*map(y_format, self.y)]
+        if not self.low:
+            return texts
+        ends = zip(texts, self.low, self.high, strict=True)
+        return [f"{text} ({y_format(low)} to {y_format(high)})" for text, low, high in ends]
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,7 @@ def line_chart(
     """
     series = [_downsample(s) for s in series]
     x_low, x_high = x_range or (min(min(s.x) for s in series), max(max(s.x) for s in series))
-    values = [value for s in series for value in s.y]
+    values = [value for s in series for value in (*s.y, *s.low, *s.high)]
     low, high = y_range or (min(values), max(values))
     if x_high <= x_low:
         x_high = x_low + 1
@@ -91,7 +102,7 @@ def line_chart(
                 "name": s.name,
                 "style": s.style,
                 "x": [round(x, 3) for x in s.x],
-                "y": [y_format(y) for y in s.y],
+                "y": s.tooltips(y_format),
             }
             for s in series
             if s.has_tooltip
@@ -101,7 +112,18 @@ def line_chart(
         _draw(series, (x_low, x_high), (low, high), width, height, x_label, mark, label)
         for width in (_WIDE, _NARROW)
     )
-    return f'<div class="chart" data-chart="{escape(json.dumps(data), quote=True)}">{pictures}</div>'
+    key = _key(series) if any(s.style not in ("main", "faint") for s in series) else ""
+    return f'<div class="chart" data-chart="{escape(json.dumps(data), quote=True)}">{pictures}{key}</div>'
+
+
+def _key(series: Sequence[Series]) -> str:
+    """Return the legend: a piece of each line with its name."""
+    items = "".join(
+        f'<li><svg viewBox="0 0 30 8" aria-hidden="true"><path class="line {s.style}" d="M0 4H30"/></svg>'
+        f"{escape(s.name)}</li>"
+        for s in series
+    )
+    return f'<ul class="key">{items}</ul>'
 
 
 def _draw(
@@ -154,8 +176,11 @@ def _draw(
     parts.append(f'<svg {inner} viewBox="{_LEFT} {_TOP} {right - _LEFT} {bottom - _TOP}" overflow="hidden">')
     dots = []
     for s in series:
-        points = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in zip(s.x, s.y, strict=True))
-        parts.append(f'<polyline class="line {s.style}" points="{points}"/>')
+        points = _points(s.x, s.y, px, py)
+        if s.low:
+            outline = [*_points(s.x, s.high, px, py), *reversed(_points(s.x, s.low, px, py))]
+            parts.append(f'<polygon class="band {s.style}" points="{" ".join(outline)}"/>')
+        parts.append(f'<polyline class="line {s.style}" points="{" ".join(points)}"/>')
         if s.dots:
             dots += [
                 f'<circle class="dot" cx="{px(x):.1f}" cy="{py(y):.1f}" r="2.6"/>'
@@ -164,6 +189,12 @@ def _draw(
     parts += ["</svg>", *dots]
     parts.append(f'<line class="cursor" x1="0" x2="0" y1="{_TOP}" y2="{bottom}"/></svg>')
     return "".join(parts)
+
+
+def _points(
+    xs: Sequence[float], ys: Sequence[float], px: Callable[[float], float], py: Callable[[float], float]
+) -> list[str]:
+    return [f"{px(x):.1f},{py(y):.1f}" for x, y in zip(xs, ys, strict=True)]
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
@@ -186,9 +217,11 @@ def _downsample(series: Series) -> Series:
     if n <= _MAX_POINTS:
         return series
     groups = np.array_split(np.arange(n), _MAX_POINTS)
-    x, y = np.asarray(series.x, float), np.asarray(series.y, float)
+    x = np.asarray(series.x, float)
     # The last x is kept, so that the curve ends where the run ended.
     xs = [float(x[g].mean()) for g in groups[:-1]] + [float(x[-1])]
-    return Series(
-        series.name, xs, [float(y[g].mean()) for g in groups], series.style, series.dots, series.has_tooltip
-    )
+    means = [
+        [float(np.mean(np.asarray(values, float)[g])) for g in groups] if len(values) else []
+        for values in (series.y, series.low, series.high)
+    ]
+    return replace(series, x=xs, y=means[0], low=means[1], high=means[2])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import ConfigError
-from whorl.report.blocks import Answer, Answers, Card, Curve, Histogram, Sample, sections
+from whorl.report.blocks import Answer, Answers, Card, Curve, HeatMap, Histogram, Sample, sections
 from whorl.report.charts import Mark, Series, line_chart
 from whorl.report.data import LineageNode, ReportData
 from whorl.report.format import format_duration, format_number, format_percent, format_si
@@ -125,6 +125,8 @@ def _drawn(block: Any) -> dict[str, Any]:
     elif isinstance(block, Histogram):
         longest = max((bar.value for bar in block.bars), default=0) or 1
         found["widths"] = [f"{100 * bar.value / longest:.1f}" for bar in block.bars]
+    elif isinstance(block, HeatMap):
+        found["cells"] = _heat_map_cells(block)
     elif isinstance(block, Sample):
         found["tokens"] = _sample_tokens(block)
     elif isinstance(block, Answers):
@@ -133,13 +135,31 @@ def _drawn(block: Any) -> dict[str, Any]:
 
 
 def _chart(curve: Curve) -> str:
-    series = [Series(line.name, line.x, line.y, line.style, line.dots) for line in curve.lines]
+    series = [
+        Series(line.name, line.x, line.y, line.style, line.dots, low=line.low, high=line.high)
+        for line in curve.lines
+    ]
     return line_chart(
         series, label=curve.label or f"{curve.title} against {curve.x_label}", x_label=curve.x_label,
         height=curve.height, x_range=curve.x_range, y_range=curve.y_range,
         y_format=format_percent if curve.unit == "share" else format_number,
         mark=Mark(*curve.mark) if curve.mark else None,
     )  # fmt: skip
+
+
+def _heat_map_cells(block: HeatMap) -> list[list[dict[str, str]]]:
+    """Return the cells as displayed; heat: per cent of the strongest colour."""
+    known = [value for row in block.values for value in row if value is not None]
+    low, span = min(known, default=0.0), (max(known, default=0.0) - min(known, default=0.0)) or 1.0
+    return [
+        [
+            {"sign": sign, "value": "", "heat": "0"}
+            if value is None
+            else {"sign": sign, "value": format_number(value), "heat": f"{45 * (value - low) / span:.0f}"}
+            for value, sign in zip(values, signs, strict=True)
+        ]
+        for values, signs in zip(block.values, block.signs, strict=True)
+    ]
 
 
 def _sample_tokens(sample: Sample) -> list[dict[str, Any]]:

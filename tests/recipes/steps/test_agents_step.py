@@ -35,7 +35,7 @@ def test_killed_run_ends_with_same_weights(tmp_path: Path) -> None:
         assert again.file(name).read_bytes() == whole.file(name).read_bytes()
     first, second = (json.loads(a.file("result.json").read_text()) for a in (whole, again))
     assert first == second and len(first["returns"]) == 2 and first["settings"]["learning_rate"] > 0
-    assert first["inter_quartile_mean"][0] > 15  # a random policy reaches 9 or 10 steps
+    assert first["interquartile_mean"][0] > 15  # a random policy reaches 9 or 10 steps
 
 
 def test_curve_page_shows_all_records(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_curve_page_shows_all_records(tmp_path: Path) -> None:
     drawn = json.loads(page.split('data-chart="', 1)[1].split('"><svg', 1)[0])["series"]
     assert "PPO on CartPole-v1" in page and [curve["name"] for curve in drawn] == ["seed 0"]
     assert drawn[0]["x"] == [512.0 * n for n in range(1, 17)]  # one point per record
-    assert "inter-quartile mean" in artifact.summary["headline"]
+    assert "interquartile mean" in artifact.summary["headline"]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,7 @@ def test_curve_page_shows_all_records(tmp_path: Path) -> None:
         ("ppo.method=sarsas", "unknown method 'sarsas'"),
         ("ppo.settings={ speed = 3 }", "unknown setting 'speed' of ppo"),
         ("ppo.settings={ learning_rate = -1 }", "learning_rate: "),
+        ("ppo.settings={ steps = 100 }", "settings.steps has no effect"),
         ("ppo.environment=Nothing-v0", "unknown environment 'Nothing-v0'"),
     ],
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -40,18 +42,24 @@ def train(
         whorl rl train ppo Pendulum-v1 --steps 300000
     """
     from whorl.agents.task import open_method
-    from whorl.recipes import Recipe, RecipeStep, run_recipe, step_kinds
+    from whorl.errors import ConfigError
+    from whorl.recipes import parse_recipe, run_recipe
     from whorl.recipes.steps.agents import AgentsConfig
     from whorl.store import Store
     from whorl.tracking.progress import Progress
 
-    config = AgentsConfig(
-        method=method, environment=environment, steps=steps, seeds=seeds, episodes=episodes,
-        episode_steps=episode_steps, settings=dict(map(_parse_setting, changes or ())),
-    )  # fmt: skip
-    open_method(config.agent(0))  # raises for impossible settings before a store is made
+    values = {"method": method, "environment": environment, "steps": steps, "seeds": seeds}
+    values |= {"episodes": episodes, "episode_steps": episode_steps}
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{method}-{environment}")
-    recipe = Recipe("rl", "agents", {name: RecipeStep(name, step_kinds()["agents"], {}, config)})
+    sets = [f"{name}.{field}={json.dumps(value)}" for field, value in values.items() if value is not None]
+    for change in changes or ():
+        if "=" not in change:
+            raise ConfigError(f"--set {change}: not a setting", expected="--set FIELD=VALUE")
+        sets.append(f"{name}.settings.{change}")
+    recipe = parse_recipe(f'name = "rl"\n[steps.{name}]\nuses = "agents"\n', "whorl rl train", sets=sets)
+    config = recipe.steps[name].config
+    assert isinstance(config, AgentsConfig)
+    open_method(config.agent(0))  # raises for impossible settings before a store is made
     progress = Progress()
     artifact = run_recipe(recipe, Store(store), progress).artifacts[name]
     if "curve.html" in artifact.files:
@@ -60,19 +68,40 @@ def train(
         progress.log("no curve: no episode has ended")
 
 
-def _parse_setting(text: str) -> tuple[str, Any]:
-    """Parse "field=value"; values are TOML, otherwise text."""
-    import tomllib
+def compare(
+    artifacts: Annotated[
+        list[str], typer.Argument(metavar="AGENT...", help="Names or addresses of agents, from `whorl ls`.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the page.")] = Path("compare.html"),
+    store: StoreOption = None,
+) -> None:
+    """Compare trained agents over their seeds: returns, learning curves, performance profiles, probability of improvement.
 
-    from whorl.errors import ConfigError
+    Agents on one environment are compared by their returns. On several environments, returns are scaled between the lowest
+    and the highest run of each. The statistics are those of Agarwal et al. 2021 (arXiv:2108.13264).
 
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {text}: not a setting", expected="--set FIELD=VALUE")
-    try:
-        return name, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name, value
+    Examples:
+
+        whorl rl compare ppo-CartPole-v1 dqn-CartPole-v1
+
+        whorl rl compare 3f2a 81c0 --out page.html
+    """
+    import numpy as np
+
+    from whorl.agents.comparison import compare, read_agents
+    from whorl.cli.text_table import print_table
+    from whorl.report import render
+    from whorl.report.agents import comparison_page, comparison_tables
+    from whorl.store import Store
+
+    opened = Store(store)
+    found = compare(read_agents([opened.open(ref) for ref in artifacts]), np.random.default_rng(0))
+    for table in comparison_tables(found):
+        print(f"{table.title}. {table.note}")
+        left = [column.name for column in table.columns if not column.number]
+        print_table([column.name for column in table.columns], [[*map(str, row)] for row in table.rows], left)
+        print()
+    print(f"page: {render(comparison_page(found), out)}")
 
 
 def environments() -> None:

@@ -1,6 +1,6 @@
 """The step `agents`: train an agent over several seeds; `whorl rl train` runs it.
 
-The artifact holds the weights of every seed, the returns on separate evaluation episodes, the inter-quartile mean over the
+The artifact holds the weights of every seed, the returns on separate evaluation episodes, the interquartile mean over the
 seeds, and a page with the learning curves. A finished seed stays in the scratch folder until all are finished. An
 interrupted seed continues from its newest checkpoint.
 """
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.stage import train_stage
 from whorl.recipes.stage_recorder import StageRecorder
-from whorl.report import Curve, Facts, Line, ReportData, StepReport, render
+from whorl.report import ReportData, StepReport, render
 from whorl.report.stages import metric_points
 from whorl.train.config import RunConfig
 
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from whorl.agents.task import TrainingProgress
 
 CURVE_POINTS = 500
+TRAINING_METRICS = {
+    "return": "return",
+    "loss": "loss",
+    "lag": "policy_lag/mean",
+}  # curve -> metric of the run
 
 
 class AgentsConfig(BaseModel):
@@ -56,6 +61,8 @@ class AgentsConfig(BaseModel):
             replicas="networks this small gain nothing from replicas; set settings.actors",
             activation_budget="networks this small recompute nothing",
         )
+        for name in {"steps", "seed"} & self.settings.keys():
+            raise ValueError(f"settings.{name} has no effect; set {name} of the step")
         return self
 
     def agent(self, seed: int) -> MethodConfig:
@@ -77,13 +84,14 @@ def _with_preset(config: AgentsConfig, store: object) -> AgentsConfig:
     return config.model_copy(update={"settings": settings, "steps": preset["steps"]})
 
 
-@step("agents", config=AgentsConfig, complete_config=_with_preset, not_hashed=("run",), version=4)
+@step("agents", config=AgentsConfig, complete_config=_with_preset, not_hashed=("run",), version=5)
 def agents(ctx: StepContext, config: AgentsConfig) -> None:
     """Train an agent over several seeds and evaluate it on separate episodes."""
     import numpy as np
 
     from whorl.agents.seed_statistics import summarize_seeds
     from whorl.agents.task import open_method
+    from whorl.report.agents import return_card, training_blocks
 
     open_method(config.agent(config.seed))  # raises for an unusable environment before any work
     results = [_train_seed(ctx, config, seed) for seed in range(config.seed, config.seed + config.seeds)]
@@ -91,42 +99,29 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
     returns = summarize_seeds([scores], np.random.default_rng(0))
     for file in sorted(ctx.scratch.glob("seed-*.safetensors")):
         (ctx.out / file.name).write_bytes(file.read_bytes())
-    summary = {"returns": scores, "inter_quartile_mean": [returns.mean, returns.low, returns.high]}
-    each = {name: [r[name] for r in results] for name in ("lag", "truncated")}
+    summary = {"returns": scores, "interquartile_mean": returns.to_json()}
+    each = {name: [r[name] for r in results] for name in ("lag", "truncated", "curves")}
     record = {**config.model_dump(mode="json"), **summary, **each}
-    (ctx.out / "result.json").write_text(json.dumps(record, indent=1) + "\n")
+    fields = ",\n".join(f' "{name}": {json.dumps(value)}' for name, value in record.items())
+    (ctx.out / "result.json").write_text(f"{{\n{fields}\n}}\n")
     facts = [
         ("method", config.method),
         ("environment", config.environment),
         ("steps", f"{config.steps or 0:,}"),
-        ("return, inter-quartile mean over the seeds", str(returns)),
+        ("return, interquartile mean over the seeds", str(returns)),
         *((f"seed {r['seed']}", f"{r['score']:.1f}{_cut_off(r['truncated'], config)}") for r in results),
     ]
     title = f"{config.method.upper()} on {config.environment}"
-    ctx.report.blocks.append(Facts(section=title, rows=facts))
-    lines = [
-        Line(name=f"seed {r['seed']}", x=[float(x) for x, _ in r["curve"]], y=[y for _, y in r["curve"]])
-        for r in results
-        if r["curve"]
-    ]
-    if lines:  # no return exists before the first episode ends
-        ctx.report.blocks.append(
-            Curve(
-                section=title,
-                title="Return of the last 100 episodes",
-                lines=lines,
-                x_label="environment steps",
-            )
-        )
+    ctx.report.cards.append(return_card("Return, interquartile mean", returns))
+    ctx.report.blocks += training_blocks(title, facts, record)
     render(ReportData(title=title, reports=[(ctx.name, ctx.report)]), ctx.out / "curve.html")
-    plural = f"{config.seeds} seed" + "s" * (config.seeds > 1)
-    headline = f"return {returns}, inter-quartile mean of {plural} with its 95 % interval"
-    ctx.summary.update(**summary, headline=headline)
+    plural = "1 seed" if config.seeds == 1 else f"{config.seeds} seeds with its 95 % interval"
+    ctx.summary.update(**summary, headline=f"return {returns}, interquartile mean of {plural}")
 
 
 def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, Any]:
     """Train and evaluate one seed, or return its stored result: seed, score, lag, truncated
-    (evaluation episodes that were cut off), curve [(steps, return)]."""
+    (evaluation episodes that were cut off), curves {"seed", and each of `TRAINING_METRICS`: [(steps, value)]}."""
     import numpy as np
     from safetensors.torch import save_file
 
@@ -176,8 +171,8 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
         {n: p.detach() for n, p in result.trained.named_parameters()},
         ctx.scratch / f"seed-{seed}.safetensors",
     )
-    curve = metric_points(result.curve, "return")
-    stored = {"seed": seed, "score": score, "lag": lag, "truncated": truncated, "curve": curve}
+    curves = {"seed": seed, **{n: metric_points(result.curve, m) for n, m in TRAINING_METRICS.items()}}
+    stored = {"seed": seed, "score": score, "lag": lag, "truncated": truncated, "curves": curves}
     write_json(done, stored)
     return stored
 

@@ -1,0 +1,54 @@
+"""`whorl rl`: verbs about trained agents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.support.cli import refuse, succeed
+
+from whorl.store import Store
+
+QUICK = ("--steps", 512, "--seeds", 2, "--episodes", 2, "--episode-steps", 50, "--set", "hidden=[8]")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose store has two agents of PPO with different settings, and one of A2C."""
+    folder = tmp_path_factory.mktemp("agents")
+    succeed(
+        folder,
+        "rl",
+        "train",
+        "ppo",
+        "CartPole-v1",
+        *QUICK,
+        "--set",
+        "clip=0.1",
+        "--set",
+        "exploration.end=0.1",
+    )
+    succeed(folder, "rl", "train", "ppo", "CartPole-v1", *QUICK)
+    succeed(folder, "rl", "train", "a2c", "FrozenLake-v1", *QUICK)
+    return folder
+
+
+def test_compare_prints_tables_and_writes_a_page(trained: Path) -> None:
+    first, second = [a.address for a in Store(trained / ".whorl").artifacts() if a.config["method"] == "ppo"]
+    printed = succeed(trained, "rl", "compare", first[:8], second[:8], "--out", "page.html").stdout
+    # The two agents differ in one setting, which names them.
+    assert "ppo exploration.end=0.1 clip=0.1" in printed and "ppo exploration.end=0.05 clip=0.2" in printed
+    assert "2 greedy episodes each" in printed and "Probability of improvement" in printed
+    assert "Normalised returns" not in printed  # one environment
+    page = (trained / "page.html").read_text()
+    assert "Performance profiles" in page and "Learning curves" in page and 'class="band second"' in page
+    result = json.loads(Store(trained / ".whorl").open(first).file("result.json").read_text())
+    assert f"{result['interquartile_mean'][0]:.1f}" in printed
+
+
+def test_compare_refuses_what_it_cannot_compare(trained: Path) -> None:
+    message = refuse(trained, "rl", "compare", "ppo-CartPole-v1", "a2c-FrozenLake-v1")
+    assert "no agent ppo on FrozenLake-v1" in message
+    assert "an agent is given twice" in refuse(trained, "rl", "compare", *["ppo-CartPole-v1"] * 2)
+    assert "no artifact 'sac-Pole'" in refuse(trained, "rl", "compare", "sac-Pole", "ppo-CartPole-v1", code=1)
