@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError
-from whorl.slots import FieldSpec, TransitionStore
-from whorl.slots.replay import SumTree
+from whorl.slots import FieldSpec
+from whorl.slots.replay import SumTree, TransitionStore
 
 NUMBER, FLAG = FieldSpec((), np.dtype(np.float32)), FieldSpec((), np.dtype(np.bool_))
 FIELDS = {

@@ -60,4 +60,4 @@ def test_curve_page_shows_all_records(tmp_path: Path) -> None:
 def test_invalid_settings_leave_no_artifact(setting: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         run_text(RECIPE, setting, store=tmp_path)
-    assert not list((tmp_path / "artifacts").iterdir()) and not list((tmp_path / "staging").iterdir())
+    assert not [*tmp_path.glob("artifacts/*"), *tmp_path.glob("staging/*")]
