@@ -39,7 +39,7 @@ def test_bootstrap_resamples_within_tasks() -> None:
 
 def test_one_run_has_no_interval() -> None:
     found = summarize_seeds([[3.0]], np.random.default_rng(0))
-    assert found.to_json() == [3.0, None, None] and f"{found}" == "3.0"
+    assert found.to_json() == [3.0, None, None] and f"{found}" == "3.00"
     both = summarize_seeds([[3.0, 4.0]], np.random.default_rng(0))
     assert f"{both:.2f}" == "3.50 (3.00 to 4.00)"
 

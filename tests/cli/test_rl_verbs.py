@@ -52,3 +52,25 @@ def test_compare_refuses_what_it_cannot_compare(trained: Path) -> None:
     assert "no agent ppo on FrozenLake-v1" in message
     assert "an agent is given twice" in refuse(trained, "rl", "compare", *["ppo-CartPole-v1"] * 2)
     assert "no artifact 'sac-Pole'" in refuse(trained, "rl", "compare", "sac-Pole", "ppo-CartPole-v1", code=1)
+
+
+def test_record_restores_the_best_seed(trained: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    agent = Store(trained / ".whorl").open("ppo-CartPole-v1")
+    returns = json.loads(agent.file("result.json").read_text())["returns"]
+    printed = succeed(trained, "rl", "record", "ppo-CartPole-v1", "--out", "best.gif", "--steps", 20).stdout
+    assert f"seed {returns.index(max(returns))}, " in printed
+    assert image.open(trained / "best.gif").n_frames > 5
+    other = succeed(trained, "rl", "record", "a2c-FrozenLake-v1", "--seed", 1, "--out", "lake.gif").stdout
+    assert "wrote lake.gif: seed 1" in other
+
+
+def test_record_names_what_does_not_exist(trained: Path) -> None:
+    assert "has no seed 7" in refuse(trained, "rl", "record", "ppo-CartPole-v1", "--seed", 7)
+    assert "no artifact 'sac'" in refuse(trained, "rl", "record", "sac", code=1)
+
+
+def test_page_of_a_grid_has_values_and_an_episode(trained: Path) -> None:
+    pytest.importorskip("PIL")
+    page = Store(trained / ".whorl").open("a2c-FrozenLake-v1").file("curve.html").read_text()
+    assert page.count('<td style="--s:') == 16 and "data:image/gif;base64," in page

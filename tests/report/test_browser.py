@@ -12,13 +12,15 @@ from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.provenance.figures import SourceCount
 from whorl.recipes.steps.corpus_page import source_blocks, threshold_curve
 from whorl.report import ReportData, render
-from whorl.report.blocks import Column, Curve, Folded, Line, StepReport, Table
+from whorl.report.agents import training_blocks
+from whorl.report.blocks import Column, Curve, Folded, Image, Line, StepReport, Table
 
 pytestmark = pytest.mark.browser
 
 # Contrast of a text with its painted background (WCAG 2.1, relative luminance).
 CONTRAST = """element => {
-  const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
+  const scale = (text, i) => text.startsWith("color(srgb") && i < 3 ? 255 : 1;  // a mixed colour
+  const numbers = (text) => text.match(/[\\d.]+/g).map((number, i) => scale(text, i) * Number(number));
   const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
   const light = (rgb) => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => sum + weight * linear(rgb[i] / 255), 0);
   let background = element;
@@ -28,6 +30,13 @@ CONTRAST = """element => {
   const [a, b] = both.map((c) => light(numbers(c))).sort((x, y) => y - x);
   return { colour, contrast: (a + 0.05) / (b + 0.05) };
 }"""
+
+
+PIXEL: dict[str, Any] = {
+    "media_type": "image/gif",
+    "data": "R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7",
+    "alt": "one pixel",
+}
 
 
 class OpenPage:
@@ -199,4 +208,31 @@ def test_curve_page_opens(browser: Any, tmp_path: Path) -> None:
     box = opened.page.locator("svg.wide").first.bounding_box()
     opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     assert "seed 1" in opened.tip() and "200" in opened.tip()
+    opened.close()
+
+
+def test_agents_page_opens(browser: Any, tmp_path: Path) -> None:
+    curves = [
+        {"seed": s, "return": [[0, 1 + s], [90, 5 * s]], "loss": [[0, 2], [90, 3]], "lag": []} for s in (0, 1)
+    ]
+    grid = {"values": [[0.1, 0.9], [0.3, None]], "arrows": [["→", "↓"], ["→", "G"]]}
+    result = {"steps": 100, "curves": curves, "value_map": grid}
+    blocks = [*training_blocks("A <grid>", [("method", "dqn")], result, None), Image(**PIXEL)]
+    opened = OpenPage(
+        browser, render(ReportData(reports=[("dqn", StepReport(blocks=blocks))]), tmp_path / "a.html")
+    )
+    page = opened.page
+    returns, loss = page.locator(".chart").all()
+    assert returns.locator("svg.wide .band").count() == 1
+    returns.hover()
+    assert "interquartile mean" in opened.tip() and " to " in opened.tip()
+    loss.hover()
+    assert "seed 1" in opened.tip()
+    cells = page.locator(".heatmap td").all()
+    assert [cell.inner_text().split()[0] for cell in cells] == ["→", "↓", "→", "G"]
+    colours = [cell.evaluate(CONTRAST) for cell in cells[:3]]
+    assert all(colour["contrast"] >= 4.5 for colour in colours), colours
+    assert page.get_by_alt_text("one pixel").evaluate("e => e.naturalWidth") == 1
+    page.set_viewport_size({"width": 360, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
     opened.close()

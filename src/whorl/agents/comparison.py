@@ -6,7 +6,6 @@ of all agents has 0 and the highest has 1. Normalised scores therefore depend on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from whorl.agents.saved_agent import read_result
 from whorl.agents.seed_statistics import (
     SeedSummary,
     SummaryCurve,
@@ -82,14 +82,7 @@ def read_agents(artifacts: Sequence[Artifact]) -> list[TrainedAgent]:
     Raises:
         ConfigError: an artifact is no agent or occurs twice.
     """
-    results = []
-    for artifact in artifacts:
-        if artifact.kind != "agents":
-            raise ConfigError(
-                f"{artifact.name} is of the kind {artifact.kind}", expected="an agent",
-                do="train one with `whorl rl train`, or list the artifacts with `whorl ls`",
-            )  # fmt: skip
-        results.append(json.loads(artifact.file("result.json").read_text()))
+    results = [read_result(artifact) for artifact in artifacts]
     if len({artifact.address for artifact in artifacts}) < len(artifacts):
         raise ConfigError("an agent is given twice", expected="different artifacts")
     agents = []

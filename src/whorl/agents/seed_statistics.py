@@ -28,7 +28,7 @@ class SeedSummary:
     high: float | None
 
     def __format__(self, spec: str) -> str:
-        spec = spec or ".1f"
+        spec = spec or (".1f" if abs(self.mean) >= 10 else ".2f")
         return (
             f"{self.mean:{spec}}{'' if self.low is None else f' ({self.low:{spec}} to {self.high:{spec}})'}"
         )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
 
 from whorl.agents.comparison import AgentComparison, return_curve
+from whorl.agents.methods.method import MethodConfig
 from whorl.agents.seed_statistics import SeedSummary, SummaryCurve
+from whorl.errors import ConfigError
+from whorl.report.animation import AnimatedEpisode, record_episode
 from whorl.report.blocks import (
     Block,
     Card,
@@ -38,14 +41,26 @@ TRAINING_CURVES = {
 }  # fmt: skip
 
 
+def try_recording(
+    config: MethodConfig, networks: Any, *, max_steps: int, max_frames: int, log: Callable[[str], None]
+) -> AnimatedEpisode | None:
+    """Return an animated episode; without a package that draws it, log the reason and return None."""
+    try:
+        return record_episode(config, networks, max_steps=max_steps, max_frames=max_frames)
+    except ConfigError as error:
+        log(f"    no animation: {error.what}")
+        return None
+
+
 def training_blocks(
-    title: str, facts: Sequence[tuple[str, str]], result: Mapping[str, Any]
+    title: str, facts: Sequence[tuple[str, str]], result: Mapping[str, Any], episode: AnimatedEpisode | None
 ) -> Iterator[Block]:
     """Yield the blocks of a trained agent.
 
     Args:
         title: heading of the section.
-        result: `curves`, and optionally `value_map` {"values", "arrows"} and `episode` {"gif", "note"}.
+        result: the content of result.json.
+        episode: to show, if any.
     """
     yield Facts(section=title, rows=[*facts])
     for metric, (heading, note) in TRAINING_CURVES.items():
@@ -74,17 +89,12 @@ def training_blocks(
         yield HeatMap(
             section=title, title="Value map", note=note, values=grid["values"], signs=grid["arrows"]
         )
-    if episode := result.get("episode"):
-        data = base64.b64encode(episode["gif"]).decode()
-        alt = f"Animation of an episode: {episode['note']}"
+    if episode is not None:
         yield Image(
-            section=title,
-            title="An episode",
-            note=episode["note"],
-            media_type="image/gif",
-            data=data,
-            alt=alt,
-        )
+            section=title, title="An episode of the best seed", note=f"Greedy actions: {episode}.",
+            media_type="image/gif", data=base64.b64encode(episode.to_gif()).decode(),
+            alt=f"Animation of an episode: {episode}",
+        )  # fmt: skip
 
 
 def comparison_tables(found: AgentComparison) -> Iterator[Table]:
@@ -98,7 +108,7 @@ def comparison_tables(found: AgentComparison) -> Iterator[Table]:
         rows=[
             [
                 a.name, a.environment, f"{a.result['steps']:,}", f"{len(a.returns)}",
-                *_cells(found.returns[a.name, a.environment], ".1f"),
+                *_cells(found.returns[a.name, a.environment]),
             ]
             for a in found.agents
         ],
@@ -147,15 +157,14 @@ def comparison_page(found: AgentComparison) -> ReportData:
 
 def return_card(label: str, summary: SeedSummary, normalised: bool = False) -> Card:
     """Return the card of a return over seeds."""
-    value, interval = _cells(summary, ".2f" if normalised else ".1f")
+    value, interval = _cells(summary, ".2f" if normalised else "")
     return Card(label=label, value=value, more=f"95 % interval {interval}")
 
 
-def _cells(summary: SeedSummary, spec: str) -> list[str]:
+def _cells(summary: SeedSummary, spec: str = "") -> list[str]:
     """Return the cells of a value and its interval."""
-    if summary.low is None:
-        return [f"{summary.mean:{spec}}", "not available: one seed"]
-    return [f"{summary.mean:{spec}}", f"{summary.low:{spec}} to {summary.high:{spec}}"]
+    value, _, interval = format(summary, spec).partition(" ")
+    return [value, interval.strip("()") or "not available: one seed"]
 
 
 def _line(name: str, curve: SummaryCurve, style: LineStyle) -> Line:

@@ -123,6 +123,23 @@ class GymnasiumEnvironment:
             final,
         )
 
+    def render(self) -> NDArray[np.uint8]:
+        """Return a picture [height, width, 3] of the first copy; needs `render_mode="rgb_array"`.
+
+        Raises:
+            ConfigError: a package of the renderer is missing, or the environment draws no pictures.
+        """
+        import gymnasium
+
+        try:
+            found: Any = self.envs.render()
+        except gymnasium.error.Error as error:
+            raise ConfigError(f"{self.name} cannot be drawn: {error}", do="install the package") from error
+        if not found or found[0] is None:
+            raise ConfigError(f"{self.name} draws no pictures")
+        picture: NDArray[np.uint8] = np.asarray(found[0])
+        return picture
+
     def tables(self) -> Tables | None:
         """Return the tables of an environment with gymnasium's attributes P and initial_state_distrib; None of another."""
         first: Any = self.envs.envs[0]  # type: ignore[attr-defined]

@@ -55,6 +55,9 @@ class A2C(Method):
     def greedy_action(self, networks: ActorCritic, observation: Tensor) -> Tensor:
         return networks.greedy_action(observation)
 
+    def values(self, networks: ActorCritic, observation: Tensor) -> Tensor:
+        return networks.values(observation)
+
     def log_prob(self, networks: ActorCritic, outputs: Tensor, action: Tensor) -> Tensor:
         return networks.log_prob(outputs, action)
 

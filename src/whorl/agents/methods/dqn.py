@@ -80,6 +80,9 @@ class DQN(ReplayMethod):
     def greedy_action(self, networks: QNetworks, observation: Tensor) -> Tensor:
         return self.act(networks, observation, observation)[0]
 
+    def values(self, networks: QNetworks, observation: Tensor) -> Tensor:
+        return networks.values(networks.q, observation).mean(0).amax(-1)
+
     def make_updates(self, networks: QNetworks) -> list[Update]:
         rate, clip_norm = self.config.learning_rate, self.config.clip_norm
         return [Update(partial(self.loss, networks), all_adamw(networks, rate, "q."), clip_norm=clip_norm)]

@@ -133,6 +133,10 @@ class Method(ABC):
     def greedy_action(self, networks: Any, observation: Tensor) -> Tensor:
         """Return the best action of each observation [B, d]."""
 
+    def values(self, networks: Any, observation: Tensor) -> Tensor | None:
+        """Return the values [B] of observations [B, d], for the map of a grid; None without a value of states."""
+        return None
+
     def log_prob(self, networks: Any, outputs: Tensor, action: Tensor) -> Tensor:
         """Return log-probabilities [T, B] of actions, given the stacked second results of `act`; 0 if not needed."""
         return torch.zeros(outputs.shape[:2])

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from whorl.cli.options import StoreOption
+from whorl.cli.options import RefArgument, StoreOption
 
 
 def train(
@@ -102,6 +102,35 @@ def compare(
         print_table([column.name for column in table.columns], [[*map(str, row)] for row in table.rows], left)
         print()
     print(f"page: {render(comparison_page(found), out)}")
+
+
+def record(
+    artifact: RefArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the GIF.")] = Path("episode.gif"),
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="A seed of the agent; default: that with the highest return.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps after which the episode is cut off.")] = 1000,
+    store: StoreOption = None,
+) -> None:
+    """Animate an episode of a trained agent with greedy actions.
+
+    Built-in environments need Pillow; others also need the packages of gymnasium's renderer.
+
+    Examples:
+
+        whorl rl record ppo-CartPole-v1
+
+        whorl rl record dqn-FrozenLake-v1 --seed 2 --out walk.gif
+    """
+    from whorl.agents.saved_agent import load_agent
+    from whorl.report.animation import record_episode
+    from whorl.store import Store
+
+    config, networks = load_agent(Store(store).open(artifact), seed)
+    episode = record_episode(config, networks, max_steps=steps)
+    episode.save(out)
+    print(f"wrote {out}: seed {config.seed}, {episode}")
 
 
 def environments() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from whorl.agents.methods.method import MethodConfig
     from whorl.agents.task import TrainingProgress
 
-CURVE_POINTS = 500
+CURVE_POINTS, PAGE_FRAMES = 500, 120
 TRAINING_METRICS = {
     "return": "return",
     "loss": "loss",
@@ -88,20 +88,24 @@ def _with_preset(config: AgentsConfig, store: object) -> AgentsConfig:
 def agents(ctx: StepContext, config: AgentsConfig) -> None:
     """Train an agent over several seeds and evaluate it on separate episodes."""
     import numpy as np
+    from safetensors.torch import load_file
 
+    from whorl.agents.saved_agent import restore_networks, value_map
     from whorl.agents.seed_statistics import summarize_seeds
     from whorl.agents.task import open_method
-    from whorl.report.agents import return_card, training_blocks
+    from whorl.report.agents import return_card, training_blocks, try_recording
 
     open_method(config.agent(config.seed))  # raises for an unusable environment before any work
     results = [_train_seed(ctx, config, seed) for seed in range(config.seed, config.seed + config.seeds)]
     scores = [result["score"] for result in results]
     returns = summarize_seeds([scores], np.random.default_rng(0))
+    best = config.agent(config.seed + int(np.argmax(scores)))
+    networks = restore_networks(best, load_file(ctx.scratch / f"seed-{best.seed}.safetensors"))
     for file in sorted(ctx.scratch.glob("seed-*.safetensors")):
         (ctx.out / file.name).write_bytes(file.read_bytes())
     summary = {"returns": scores, "interquartile_mean": returns.to_json()}
     each = {name: [r[name] for r in results] for name in ("lag", "truncated", "curves")}
-    record = {**config.model_dump(mode="json"), **summary, **each}
+    record = {**config.model_dump(mode="json"), **summary, **each, "value_map": value_map(best, networks)}
     fields = ",\n".join(f' "{name}": {json.dumps(value)}' for name, value in record.items())
     (ctx.out / "result.json").write_text(f"{{\n{fields}\n}}\n")
     facts = [
@@ -113,7 +117,10 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
     ]
     title = f"{config.method.upper()} on {config.environment}"
     ctx.report.cards.append(return_card("Return, interquartile mean", returns))
-    ctx.report.blocks += training_blocks(title, facts, record)
+    episode = try_recording(
+        best, networks, max_steps=config.episode_steps, max_frames=PAGE_FRAMES, log=ctx.progress.log
+    )
+    ctx.report.blocks += training_blocks(title, facts, record, episode)
     render(ReportData(title=title, reports=[(ctx.name, ctx.report)]), ctx.out / "curve.html")
     plural = "1 seed" if config.seeds == 1 else f"{config.seeds} seeds with its 95 % interval"
     ctx.summary.update(**summary, headline=f"return {returns}, interquartile mean of {plural}")
@@ -153,9 +160,7 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
         replace(ctx, name=f"{ctx.name}-seed-{seed}", scratch=ctx.scratch / f"seed-{seed}", report=StepReport()),
         f"{config.method} on {config.environment}, seed {seed}", fit, total=agent.n_rollouts * agent.rollout_steps,
         note=lambda metrics: f"return {metrics['return']:.1f}" if "return" in metrics else "",
-        recorder=partial(
-            StageRecorder, log_if=lambda steps, found: "return" in found and steps // agent.rollout_steps % every == 0
-        ),
+        recorder=partial(StageRecorder, log_if=lambda steps, found: steps // agent.rollout_steps % every == 0),
     )  # fmt: skip
     with ctx.progress.task(f"evaluating seed {seed}", config.episodes, "episodes") as task:
         returns = evaluate(
