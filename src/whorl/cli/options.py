@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated, TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
+
+if TYPE_CHECKING:
+    from whorl.store import Artifact
 
 StoreOption = Annotated[
     str | None,
@@ -23,6 +28,34 @@ RefArgument = Annotated[
         help="A name (quickstart/tokens, or tokens if unique), or the start of an address.",
     ),
 ]
+
+
+def open_artifact(ref: str, store: str | None, kinds: tuple[str, ...], expected: str) -> Artifact:
+    """Return an artifact. Raises ConfigError: it is of another kind than `kinds`. StoreError: there is none."""
+    from whorl.errors import ConfigError
+    from whorl.store import Store
+
+    found = Store(store).open(ref)
+    if found.kind not in kinds:
+        raise ConfigError(
+            f"{found.name} is of the kind {found.kind}", expected=expected,
+            do="list the artifacts with `whorl ls`",
+        )  # fmt: skip
+    return found
+
+
+@contextmanager
+def serve_extra(part: str = "server") -> Iterator[None]:
+    """Raise ConfigError with the command that installs the extra, for a missing package. part: what needs it."""
+    try:
+        yield
+    except ImportError as error:
+        from whorl.errors import ConfigError
+
+        raise ConfigError(
+            f"the dependencies of the {part} are not installed ({error.name})", expected="the extra 'serve'",
+            do="pip install 'whorl[serve]'",
+        ) from error  # fmt: skip
 
 
 def standard_input() -> TextIO:

@@ -9,9 +9,10 @@ import pytest
 from tests.support.evals.backend import FakeBackend, by_text
 
 from whorl.errors import ConfigError, DataError
-from whorl.evals.arena.arena import AnswerMissingError, AnswerSettings, ModelArena, current_points
+from whorl.evals.arena.arena import AnswerMissingError, ModelArena, current_points
 from whorl.evals.arena.arena_log import ArenaLog, VoteConflictError
 from whorl.evals.arena.judging import BackendJudge, judge_battles
+from whorl.evals.arena.options import AnswerSettings
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response
 
 

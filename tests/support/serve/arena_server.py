@@ -15,8 +15,9 @@ import numpy as np
 import uvicorn
 
 from tests.support.evals.backend import by_text
-from whorl.evals.arena.arena import AnswerSettings, ModelArena
+from whorl.evals.arena.arena import ModelArena
 from whorl.evals.arena.arena_log import ArenaLog
+from whorl.evals.arena.options import AnswerSettings
 from whorl.evals.model.requests import Response
 from whorl.http.draining_server import server_config
 from whorl.serve.arena import ArenaState, create_arena_app

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whorl.cli.options import RefArgument, StoreOption, standard_input
+from whorl.cli.options import RefArgument, StoreOption, open_artifact, standard_input
 
 if TYPE_CHECKING:
     from whorl.embedding.embedder import Vectors
@@ -68,15 +68,8 @@ def embed(
 
     from whorl.embedding.embedder import nearest
     from whorl.errors import ConfigError
-    from whorl.store import Store
 
-    found = Store(store).open(artifact)
-    if found.kind not in ("embedder", "vision"):
-        raise ConfigError(
-            f"{found.name} is of the kind {found.kind}",
-            expected="an embedder, or an image model",
-            do="list the artifacts with `whorl ls`",
-        )
+    found = open_artifact(artifact, store, ("embedder", "vision"), "an embedder, or an image model")
     if query is not None and not query.strip():
         raise ConfigError("--query is empty", expected="a text")
     if query is not None and out is not None:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from whorl.align.data.arithmetic import Arithmetic
 from whorl.align.preference.reward_model import load_reward_model
+from whorl.cli.options import open_artifact
 from whorl.data.quarantine import Quarantine
 from whorl.errors import ConfigError
 from whorl.evals.grading import read_tasks
@@ -21,7 +22,7 @@ from whorl.evals.model.requests import GenerateRequest, Request, Response, Score
 from whorl.evals.tasks.config import GenerationConfig
 from whorl.evals.tasks.task import task_hash
 from whorl.machine.device_probe import probe
-from whorl.store import Store, user_path
+from whorl.store import user_path
 from whorl.tokens.token_encoder import TokenEncoder, concat
 
 N_PROBLEMS = 100
@@ -131,12 +132,7 @@ class RewardBackend:
 
 def open_reward(ref: str, store: str | None) -> RewardBackend:
     """Return the reward model of an artifact. Raises ConfigError: it is another kind of artifact."""
-    found = Store(store).open(ref)
-    if found.kind != "reward_model":
-        raise ConfigError(
-            f"--reward {found.name} is of the kind {found.kind}", expected="a reward_model",
-            do="list the artifacts with `whorl ls`",
-        )  # fmt: skip
+    found = open_artifact(ref, store, ("reward_model",), "a reward_model for --reward")
     found.check()
     return RewardBackend(found.name, found.address, found.path, probe().device)
 

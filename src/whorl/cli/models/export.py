@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whorl.cli.options import RefArgument, StoreOption
+from whorl.cli.options import RefArgument, StoreOption, open_artifact
 
 if TYPE_CHECKING:
     from whorl.tokens.chat import ChatTemplate
@@ -56,7 +56,6 @@ def export(
         find_family,
         import_vision,
     )
-    from whorl.store import Store
 
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype is not None and dtype not in kinds:
@@ -64,13 +63,7 @@ def export(
     known = ["hf", "gguf", *FAMILIES, *VISION_FAMILIES]
     if to not in known:
         raise ConfigError(f"--to {to}", expected=one_of(to, known))
-    found = Store(store).open(artifact)
-    if found.kind not in ("model", "vision"):
-        raise ConfigError(
-            f"{found.name} is of the kind {found.kind}",
-            expected="a model",
-            do="list the artifacts with `whorl ls`",
-        )
+    found = open_artifact(artifact, store, ("model", "vision"), "a model")
     if found.kind == "model" and to in VISION_FAMILIES:
         raise ConfigError(
             f"--to {to}: {found.name} is a language model", expected=one_of(to, ["hf", "gguf", *FAMILIES])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from whorl.cli.options import RefArgument, StoreOption
+from whorl.cli.options import RefArgument, StoreOption, open_artifact
 
 
 def quantize(
@@ -56,13 +56,7 @@ def quantize(
     from whorl.tracking.progress import Progress
 
     opened = Store(store)
-    found = opened.open(artifact)
-    if found.kind != "model":
-        raise ConfigError(
-            f"{found.name} is of the kind {found.kind}",
-            expected="a model",
-            do="list the artifacts with `whorl ls`",
-        )
+    found = open_artifact(artifact, store, ("model",), "a model")
     group = 64 if group is None and scheme == "int4" else group
     rounding = "calibrated" if calibrate else "nearest"
     fields = {

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from whorl.cli.options import RefArgument, StoreOption, standard_input
+from whorl.cli.options import RefArgument, StoreOption, open_artifact, standard_input
 
 MAX_TOKENS = 1_000_000  # the cache is allocated for all of them
 
@@ -52,7 +52,6 @@ def sample(
     from whorl.errors import ConfigError
     from whorl.evals.model.sampling import open_engine
     from whorl.machine.device_probe import probe
-    from whorl.store import Store
     from whorl.tokens.hf_tokenizer import load_tokenizer
     from whorl.tracking.seeds import derive
 
@@ -61,13 +60,7 @@ def sample(
     if max_tokens > MAX_TOKENS:
         raise ConfigError(f"--max-tokens is {max_tokens:,}", expected=f"at most {MAX_TOKENS:,}")
     text = _text(prompt)
-    found = Store(store).open(artifact)
-    if found.kind != "model":
-        raise ConfigError(
-            f"{found.name} is of the kind {found.kind}",
-            expected="a model",
-            do="list the artifacts with `whorl ls`",
-        )
+    found = open_artifact(artifact, store, ("model",), "a model")
     found.check()
     machine = probe()
     torch.set_num_threads(1)  # the operations of one token are too small for several threads

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from whorl.cli.config_options import Configs, config_options
-from whorl.cli.options import StoreOption
+from whorl.cli.options import StoreOption, serve_extra
 
 if TYPE_CHECKING:
-    from whorl.evals.arena.arena import AnswerSettings, ModelArena
+    from whorl.evals.arena.options import AnswerSettings, BattleConfig
     from whorl.evals.arena.standings import Standings
     from whorl.serve.config import ServeConfig
 
@@ -23,33 +23,6 @@ Models = Annotated[
 VotesArgument = Annotated[
     Path, typer.Argument(metavar="VOTES", help="The log of an arena, or records of votes.")
 ]
-LogOption = Annotated[
-    Path, typer.Option("--votes", metavar="FILE", help="Log of battles and votes; it is continued.")
-]
-PromptsOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Prompts: .txt with one in each line, or records.")
-]
-FieldOption = Annotated[str, typer.Option(help="Field of the prompts in records.")]
-SamplingOption = Annotated[
-    Literal["uniform", "information"],
-    typer.Option(help="Pairs: uniform, or those of the largest uncertainty."),
-]
-SeedOption = Annotated[
-    int | None, typer.Option(min=0, help="Seed of pairs, sides and samples; default: a random one.")
-]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")]
-Temperature = Annotated[float, typer.Option(min=0, help="Temperature of the answers.")]
-System = Annotated[str, typer.Option(help="System message of every conversation.")]
-Complete = Annotated[
-    bool, typer.Option("--complete", help="Prompts are texts to continue, without a chat template.")
-]
-Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")]
-Timeout = Annotated[
-    float,
-    typer.Option(
-        help="With a URL: seconds without a byte before an attempt is given up. It is retried 4 times."
-    ),
-]
 Length = Annotated[bool, typer.Option("--length", help="Ratings at equal length of the answers.")]
 ByVoter = Annotated[
     bool | None,
@@ -58,30 +31,32 @@ ByVoter = Annotated[
 Draws = Annotated[int, typer.Option(min=0, help="Draws of the bootstrap; 0 leaves it out.")]
 DEFAULT_LOG = Path("arena.sqlite")
 DRAWS = 1000
+ANSWER_OPTIONS = ("max_tokens", "temperature", "system", "complete")
 
 
 def _configs() -> Configs:
+    from whorl.evals.arena.options import AnswerSettings, BattleConfig
+
+    return {"battle": (BattleConfig, ()), "answers": (AnswerSettings, ANSWER_OPTIONS)}
+
+
+def _server_configs() -> Configs:
     from whorl.serve.config import ServeConfig
 
-    return {"server": (ServeConfig, ("host", "port", "key_file"))}
+    return {"server": (ServeConfig, ("host", "port", "key_file")), **_configs()}
 
 
-@config_options(_configs)
+@config_options(_server_configs)
 def serve(
     models: Models,
+    *,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prompts: .txt with one in each line, or records.")
+    ] = None,
+    battle: BattleConfig,
+    answers: AnswerSettings,
     server: ServeConfig,
-    votes: LogOption = DEFAULT_LOG,
-    prompts: PromptsOption = None,
-    field: FieldOption = "prompt",
-    sampling: SamplingOption = "uniform",
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.7,
-    system: System = "",
-    complete: Complete = False,
-    seed: SeedOption = None,
     no_auth: Annotated[bool, typer.Option("--no-auth", help="No keys, even on a public address.")] = False,
-    dtype: Dtype = "float32",
-    timeout: Timeout = 60.0,
     store: StoreOption = None,
 ) -> None:
     """Serve a page on which people vote between the answers of two unnamed models.
@@ -97,27 +72,18 @@ def serve(
 
         whorl arena serve quickstart/pretrain other/pretrain --complete
     """
-    try:
+    with serve_extra():
         from whorl.serve.arena import ArenaState, run_arena_server
         from whorl.serve.server import bind_socket, check_auth_required
-    except ImportError as error:
-        from whorl.errors import ConfigError
-
-        raise ConfigError(
-            f"the dependencies of the server are not installed ({error.name})", expected="the extra 'serve'",
-            do="pip install 'whorl[serve]'",
-        ) from error  # fmt: skip
-    from whorl.evals.arena.arena import AnswerSettings
-    from whorl.evals.arena.contestants import read_prompts
+    from whorl.evals.arena.contestants import open_arena, read_prompts
 
     check_auth_required(server, no_auth)
     listening = bind_socket(server)  # before models are loaded
-    drawn = [] if prompts is None else read_prompts(prompts, field)
-    settings = AnswerSettings(max_tokens, temperature, 1.0, system, complete)
-    arena = _open(models, votes, settings, sampling, seed, dtype, timeout, store)
+    drawn = [] if prompts is None else read_prompts(prompts, battle.field)
+    arena = open_arena(models, battle, answers, store)
 
     def ready(url: str) -> None:
-        print(f"{len(arena.names)} models, {arena.log.n_votes():,} votes in {votes}", file=sys.stderr)
+        print(f"{len(arena.names)} models, {arena.log.n_votes():,} votes in {battle.votes}", file=sys.stderr)
         print(f"page    {url}/\nratings {url}/#ratings", file=sys.stderr, flush=True)
 
     try:
@@ -126,23 +92,17 @@ def serve(
         arena.log.close()
 
 
+@config_options(_configs)
 def judge(
     models: Models,
+    *,
     prompts: Annotated[
         Path, typer.Option(metavar="FILE", help="Prompts: .txt with one in each line, or records.")
     ],
     by: Annotated[str, typer.Option(metavar="MODEL", help="The judge, named as the models.")],
     battles: Annotated[int, typer.Option("-n", "--battles", min=1, help="Battles to run.")] = 100,
-    votes: LogOption = DEFAULT_LOG,
-    field: FieldOption = "prompt",
-    sampling: SamplingOption = "uniform",
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.7,
-    system: System = "",
-    complete: Complete = False,
-    seed: SeedOption = None,
-    dtype: Dtype = "float32",
-    timeout: Timeout = 60.0,
+    battle: BattleConfig,
+    answers: AnswerSettings,
     store: StoreOption = None,
 ) -> None:
     """Run battles over prompts with a model as judge, and print the ratings.
@@ -153,15 +113,13 @@ def judge(
 
         whorl arena judge quickstart/sft quickstart/distil --prompts prompts.txt --by http://127.0.0.1:8000/v1#judge -n 200
     """
-    from whorl.evals.arena.arena import AnswerSettings
-    from whorl.evals.arena.contestants import open_contestant, read_prompts
+    from whorl.evals.arena.contestants import open_arena, open_contestant, read_prompts
     from whorl.evals.arena.judging import BackendJudge, judge_battles
     from whorl.tracking.progress import Progress
 
-    drawn = read_prompts(prompts, field)
-    settings = AnswerSettings(max_tokens, temperature, 1.0, system, complete)
-    arena = _open(models, votes, settings, sampling, seed, dtype, timeout, store)
-    name, backend = open_contestant(by, dtype=dtype, store=store, timeout=timeout)
+    drawn = read_prompts(prompts, battle.field)
+    arena = open_arena(models, battle, answers, store)
+    name, backend = open_contestant(by, dtype=battle.dtype, store=store, timeout=battle.timeout)
     decide = BackendJudge(backend)
     with arena.log:
         with Progress(sys.stderr).task("Battles", battles, "battles") as bar:
@@ -236,20 +194,6 @@ def export(
     with ArenaLog(votes) as log:
         n = write_records((preference_records if pairs else vote_records)(log.battles()), out)
     print(f"{n:,} {'pairs' if pairs else 'votes'} in {out}")
-
-
-def _open(
-    models: list[str], votes: Path, settings: AnswerSettings, sampling: Any, seed: int | None, dtype: str,
-    timeout: float, store: str | None,
-) -> ModelArena:  # fmt: skip
-    import numpy as np
-
-    from whorl.evals.arena.arena import ModelArena
-    from whorl.evals.arena.arena_log import ArenaLog
-    from whorl.evals.arena.contestants import open_contestants
-
-    opened = open_contestants(models, dtype=dtype, store=store, timeout=timeout)
-    return ModelArena(opened, ArenaLog(votes), np.random.default_rng(seed), settings, sampling=sampling)
 
 
 def _standings(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whorl.cli.config_options import Configs, config_options
+from whorl.cli.options import serve_extra
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,15 +55,9 @@ def bench_serve(
 
     from whorl.errors import ConfigError
 
-    try:
+    with serve_extra("client"):
         from whorl.loadtest.runs import LoadTest, run_load_test_sync, to_jsonl
         from whorl.loadtest.runs import save_jsonl as save_lines
-    except ImportError as error:
-        raise ConfigError(
-            f"the dependencies of the client are not installed ({error.name})",
-            expected="the extra 'serve'",
-            do="pip install 'whorl[serve]'",
-        ) from error
     from whorl.loadtest.summary import LatencySLO
     from whorl.tracking.progress import Progress
 

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from whorl.cli.options import serve_extra
+
 
 def route(
     urls: Annotated[
@@ -55,17 +57,11 @@ def route(
     """
     from whorl.errors import ConfigError
 
-    try:
+    with serve_extra():
         from whorl.router.autoscaling_advice import AutoscalingConfig
         from whorl.router.discovery import dns_discovery, parse_host_port
         from whorl.router.metrics import SLO
         from whorl.router.router import make_router, serve_router
-    except ImportError as error:
-        raise ConfigError(
-            f"the dependencies of the server are not installed ({error.name})",
-            expected="the extra 'serve'",
-            do="pip install 'whorl[serve]'",
-        ) from error
     if bool(urls) == (discover is not None):
         raise ConfigError(
             "both URLs and --discover were given, or neither", expected="either URLs or --discover NAME:PORT"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whorl.cli.config_options import Configs, config_options
-from whorl.cli.options import StoreOption
+from whorl.cli.options import StoreOption, serve_extra
 
 if TYPE_CHECKING:
     from whorl.engine.config import EngineConfig
@@ -85,16 +85,8 @@ def serve(
 
         whorl serve /models/pretrain --manifest kubernetes | kubectl apply -f -
     """
-    try:
+    with serve_extra():
         from whorl.serve.server import bind_socket, check_auth_required
-    except ImportError as error:
-        from whorl.errors import ConfigError
-
-        raise ConfigError(
-            f"the dependencies of the server are not installed ({error.name})",
-            expected="the extra 'serve'",
-            do="pip install 'whorl[serve]'",
-        ) from error
     if processes.manifest is not None:
         _print_manifest(model, server, engine, processes, store)
         return

@@ -14,7 +14,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from whorl.errors import ConfigError, DataError
 from whorl.evals.arena.arena_log import ArenaLog, Battle, BattleTurn
 from whorl.evals.arena.battles import Battles, Choice, Vote, read_votes
 from whorl.evals.arena.bradley_terry import CENTER, fit, unrated
-from whorl.evals.arena.pair_sampling import FLOOR, DrawnPair, Sampling, draw_pair
+from whorl.evals.arena.options import AnswerSettings, Sampling
+from whorl.evals.arena.pair_sampling import FLOOR, DrawnPair, draw_pair
 from whorl.evals.arena.standings import PRIOR, Standings, standings
 from whorl.evals.model.requests import Completion, GenerateRequest, Message, Missing, ModelBackend, Response
 
@@ -31,23 +32,6 @@ MAX_SEED = 1 << 31
 
 class AnswerMissingError(DataError):
     """An answer did not arrive. The message names no model: the battle is blind."""
-
-
-@dataclass(frozen=True)
-class AnswerSettings:
-    """How models answer.
-
-    Attributes:
-        system: message before the conversation; "" for none.
-        complete: prompts are texts to continue, for models without a chat template.
-    """
-
-    max_tokens: int = 512
-    temperature: float = 0.7
-    top_p: float = 1.0
-    system: str = ""
-    complete: bool = False
-    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,14 +73,14 @@ class ModelArena:
         models: Mapping[str, ModelBackend],
         log: ArenaLog,
         rng: np.random.Generator,
-        settings: AnswerSettings = AnswerSettings(),
+        settings: AnswerSettings | None = None,
         *,
         sampling: Sampling = "uniform",
         floor: float = FLOOR,
     ) -> None:
         if len(models) < 2:
             raise ConfigError(f"an arena of {len(models)} models", expected="at least two")
-        self.names, self.log, self.settings = tuple(models), log, settings
+        self.names, self.log, self.settings = tuple(models), log, settings or AnswerSettings()
         locks: dict[int, _Contestant] = {}  # two names may have one engine
         self._models = {
             name: locks.setdefault(id(backend), _Contestant(backend)) for name, backend in models.items()
@@ -119,7 +103,7 @@ class ModelArena:
         pair, seed = self._drawn(read_votes(votes, self.names))
         sides = (pair.left, pair.right)
         addresses = (self._models[pair.left].backend.address, self._models[pair.right].backend.address)
-        settings = {**asdict(self.settings), "seed": seed, "sampling": self._sampling}
+        settings = {**self.settings.model_dump(), "seed": seed, "sampling": self._sampling}
         battle = Battle(secrets.token_urlsafe(12), *sides, pair.weight, addresses, settings)
         turn = self._turn(battle, prompt)
         battle = Battle(battle.id, *sides, pair.weight, addresses, settings, (turn,))

@@ -12,8 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from whorl.data.files import format_suffix
 from whorl.errors import ConfigError, DataError, shorten
+from whorl.evals.arena.arena import ModelArena
+from whorl.evals.arena.arena_log import ArenaLog
+from whorl.evals.arena.options import AnswerSettings, BattleConfig
 from whorl.evals.model.open_model import DEFAULT_TIMEOUT, ModelOptions, is_url, open_backend
 from whorl.evals.model.requests import ModelBackend
 from whorl.evals.tasks.records import read_records
@@ -49,17 +54,21 @@ def open_contestant(
     return name, open_backend(ref, options)
 
 
+def open_arena(
+    refs: list[str], battle: BattleConfig, answers: AnswerSettings, store: str | None
+) -> ModelArena:
+    """Return an arena of models, which continues the log of `battle`. Raises: as `open_contestants`."""
+    opened = open_contestants(refs, dtype=battle.dtype, store=store, timeout=battle.timeout)
+    log, rng = ArenaLog(battle.votes), np.random.default_rng(battle.seed)
+    return ModelArena(opened, log, rng, answers, sampling=battle.sampling)
+
+
 def open_contestants(
-    texts: Sequence[str],
-    *,
-    dtype: str = "float32",
-    store: str | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
-) -> dict[str, ModelBackend]:
+    texts: Sequence[str], *, dtype: str = "float32", store: str | None = None, timeout: float = DEFAULT_TIMEOUT,
+) -> dict[str, ModelBackend]:  # fmt: skip
     """Return name -> back end. Equal references share one.
 
-    Raises:
-        ConfigError: fewer than two models, or two of one name. StoreError, CheckpointError: as `open_backend`.
+    Raises ConfigError: fewer than two models, or two of one name. StoreError, CheckpointError: as `open_backend`.
     """
     options = ModelOptions(dtype=dtype, batch_size=BATCH_SIZE, store=store, timeout=timeout)
     parsed = [parse_contestant(text, options) for text in texts]

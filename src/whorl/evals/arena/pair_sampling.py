@@ -14,18 +14,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whorl.errors import ConfigError
 from whorl.evals.arena.battles import Battles
+from whorl.evals.arena.options import Sampling
 
 FLOOR = 0.2  # share of pairs drawn uniformly; bounds the weights by 5
 PRIOR_VOTES = 1.0  # votes at 1/2 in the mean of a pair
-
-Sampling = Literal["uniform", "information"]
 
 
 @dataclass(frozen=True)
