@@ -31,7 +31,7 @@ RefArgument = Annotated[
 
 
 def open_artifact(ref: str, store: str | None, kinds: tuple[str, ...], expected: str) -> Artifact:
-    """Return an artifact. Raises ConfigError: it is of another kind than `kinds`. StoreError: there is none."""
+    """Return an artifact. Raises ConfigError: it is of another kind than `kinds`. StoreError: it does not exist."""
     from whorl.errors import ConfigError
     from whorl.store import Store
 
