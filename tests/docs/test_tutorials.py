@@ -1,4 +1,4 @@
-"""Run the code blocks of each tutorial, in order, in an empty folder.
+"""Run the code blocks of each tutorial and of the course on agents, in order, in an empty folder.
 
 A `bash` fence runs with `bash -e`. All `python` fences of a page share one namespace. `skip` after the language leaves a
 block out.
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+TUTORIALS = [*sorted((ROOT / "docs" / "tutorials").glob("*.md")), ROOT / "docs" / "agents.md"]
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DRIVER = """
 import json, subprocess, sys
