@@ -74,3 +74,24 @@ def test_page_of_a_grid_has_values_and_an_episode(trained: Path) -> None:
     pytest.importorskip("PIL")
     page = Store(trained / ".whorl").open("a2c-FrozenLake-v1").file("curve.html").read_text()
     assert page.count('<td style="--s:') == 16 and "data:image/gif;base64," in page
+
+
+def test_methods_lists_methods_and_settings_of_one(tmp_path: Path) -> None:
+    rows = [line.split() for line in succeed(tmp_path, "rl", "methods").stdout.splitlines()]
+    assert {row[0]: row[1] for row in rows}.items() >= {
+        "ppo": "any",
+        "dqn": "discrete",
+        "td3": "vectors",
+    }.items()
+    settings = {
+        line.split()[0]: line for line in succeed(tmp_path, "rl", "methods", "dqn").stdout.splitlines()
+    }
+    assert "epsilon" in settings["exploration"] and "random_steps" in settings["exploration"]
+    # The description of a field whose default alone is overridden is that of the parent.
+    assert "128" in settings["batch_size"] and "steps in a minibatch" in settings["batch_size"]
+    assert "did you mean 'sac'" in refuse(tmp_path, "rl", "methods", "sacc")
+
+
+def test_train_names_page_and_next_command(trained: Path) -> None:
+    again = succeed(trained, "rl", "train", "ppo", "CartPole-v1", *QUICK).stdout
+    assert "looked up" in again and "curve.html" in again and "whorl rl record ppo-CartPole-v1" in again

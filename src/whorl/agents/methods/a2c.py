@@ -38,8 +38,8 @@ class A2CConfig(MethodConfig):
     value_learning_rate: float | None = Field(
         default=1e-2, gt=0, description="of the value network; default: learning_rate"
     )
-    value_coef: float = Field(default=0.5, ge=0)
-    entropy_coef: float = Field(default=0.0, ge=0)
+    value_coef: float = Field(default=0.5, ge=0, description="weight of the loss of values")
+    entropy_coef: float = Field(default=0.0, ge=0, description="reward for a policy's entropy")
 
 
 class A2C(Method):

@@ -119,4 +119,6 @@ class DDPG(ReplayMethod):
 
 
 class TD3(DDPG):
+    """TD3: DDPG with the least of two critics, a policy that moves every second update, and disturbed targets."""
+
     Config: ClassVar[type[MethodConfig]] = TD3Config

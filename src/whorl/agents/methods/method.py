@@ -53,14 +53,17 @@ class MethodConfig(BaseModel):
     rollouts_per_step: int = Field(
         default=1, ge=1, description="rollouts in a training step, of as many actors in turn"
     )
-    hidden: tuple[int, ...] = (64, 64)
-    discount: float = Field(default=0.99, ge=0, le=1)
+    hidden: tuple[int, ...] = Field(default=(64, 64), description="widths of the hidden layers")
+    discount: float = Field(default=0.99, ge=0, le=1, description="of later rewards, per step")
     learning_rate: float = Field(default=1e-3, gt=0, description="AdamW's learning rate")
     anneal: bool = Field(
         default=True, description="decrease learning rate, clip and epochs linearly over the run"
     )
-    clip_norm: float = Field(default=0.5, gt=0)
-    exploration: ExplorationConfig = ExplorationConfig()
+    clip_norm: float = Field(default=0.5, gt=0, description="largest norm of a gradient")
+    exploration: ExplorationConfig = Field(
+        default=ExplorationConfig(),
+        description=f"kind; also {', '.join([*ExplorationConfig.model_fields][1:])}",
+    )
 
     @property
     def rollout_steps(self) -> int:

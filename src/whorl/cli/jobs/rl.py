@@ -1,4 +1,12 @@
-"""`whorl rl`: reinforcement learning agents in gymnasium environments."""
+"""`whorl rl`: reinforcement learning agents in gymnasium environments.
+
+    whorl rl methods                   which methods there are; with a name, its settings
+    whorl rl train ppo CartPole-v1     five seeds, a return with its interval, a page
+    whorl rl compare AGENT AGENT       which one is better, and how certain that is
+    whorl rl record AGENT              an animated episode
+
+`docs/agents.md` explains each method by its difference from another.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +33,18 @@ def train(
     ] = 10_000,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help="Change a setting; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Change a setting of `whorl rl methods METHOD`; may be repeated.",
+        ),
     ] = None,
     store: StoreOption = None,
 ) -> None:
     """Train an agent over several seeds and evaluate it on separate episodes.
+
+    Start with ppo: it suits every environment whose steps are cheap. Where a step is expensive, dqn (discrete actions) and
+    sac (any) learn from each step many times. The result is the artifact rl/METHOD-ENVIRONMENT, with a page of curves.
 
     The run can be interrupted at any moment; the same command continues it.
 
@@ -39,7 +54,9 @@ def train(
 
         whorl rl train impala CartPole-v1 --seeds 3 --set actors=1
 
-        whorl rl train ppo Pendulum-v1 --steps 300000
+        whorl rl train sac Pendulum-v1
+
+        whorl rl train dqn CartPole-v1 --set exploration.end=0.1 --set duelling=true
     """
     from whorl.agents.task import open_method
     from whorl.errors import ConfigError
@@ -62,10 +79,8 @@ def train(
     open_method(config.agent(0))  # raises for impossible settings before a store is made
     progress = Progress()
     artifact = run_recipe(recipe, Store(store), progress).artifacts[name]
-    if "curve.html" in artifact.files:
-        progress.log(f"curve: {artifact.file('curve.html')}")
-    else:
-        progress.log("no curve: no episode has ended")
+    progress.log(f"page:   {artifact.file('curve.html')}")
+    progress.log(f"next:   whorl rl record {name}")
 
 
 def compare(
@@ -146,17 +161,32 @@ def environments() -> None:
         print(f"{name:<16} {(kind.__doc__ or '').strip().splitlines()[0]}")
 
 
-def methods() -> None:
-    """List the methods, with the actions that each suits.
+def methods(
+    method: Annotated[str | None, typer.Argument(help="List the settings of this one.")] = None,
+) -> None:
+    """List the methods, with the actions that each suits; or the settings of one, with their defaults.
 
-    Example:
+    Examples:
 
         whorl rl methods
+
+        whorl rl methods ppo
     """
     import sys
 
-    from whorl.agents.methods.registration import METHODS
+    from whorl.agents.methods.registration import METHODS, parse_config
 
-    for name, method in METHODS.items():
-        text = (sys.modules[method.__module__].__doc__ or "").split("(")[0].strip().rstrip(".")
-        print(f"{name:<12} {method.actions:<9} {text.partition(': ')[2]}")
+    if method is None:
+        for name, kind in METHODS.items():
+            text = (
+                (kind.__doc__ or sys.modules[kind.__module__].__doc__ or "").split("(")[0].strip().rstrip(".")
+            )
+            print(f"{name:<12} {kind.actions:<9} {text.partition(': ')[2]}")
+        return
+    parse_config(method, "CartPole-v1", {})  # raises for an unknown name
+    for name, field in METHODS[method].Config.model_fields.items():
+        if name not in ("method", "environment", "steps", "seed"):
+            default = field.default.kind if name == "exploration" else field.default
+            fields = [getattr(base, "model_fields", {}).get(name) for base in METHODS[method].Config.__mro__]
+            text = next((f.description for f in fields if f is not None and f.description), "")
+            print(f"{name:<20} {default!s:<12} {text}".rstrip())
