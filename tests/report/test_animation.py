@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +59,40 @@ def test_missing_renderer_and_folder_are_named(tmp_path: Path, monkeypatch: pyte
         recorded("a2c", "MountainCarContinuous-v0", 3)
     with pytest.raises(ConfigError, match="cannot be written"):
         recorded("a2c", "CartPole-v1", 3).save(tmp_path / "none" / "a.gif")
+
+
+def test_gymnasium_draws_other_environments() -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Lamp(gymnasium.Env[Any, Any]):
+        """Turns brighter with each step, for three steps."""
+
+        metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 5}
+        observation_space, action_space = gymnasium.spaces.Box(0, 9, (1,)), gymnasium.spaces.Discrete(2)
+
+        def __init__(self, render_mode: str | None = None) -> None:
+            self.render_mode = render_mode
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+            self.steps = 0
+            return np.float32([0]), {}
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            self.steps += 1
+            return np.float32([self.steps]), 1.0, self.steps == 3, False, {}
+
+        def render(self) -> Any:
+            return np.full((400, 600, 3), 60 * self.steps, np.uint8) if self.render_mode else None
+
+    gymnasium.register("Lamp-v0", Lamp)
+    try:
+        episode = recorded("a2c", "Lamp-v0", 10)
+    finally:
+        del gymnasium.registry["Lamp-v0"]
+    assert (episode.steps, episode.total, episode.ended, episode.frame_ms) == (3, 3.0, True, 200)
+    assert {frame.size for frame in episode.frames} == {(300, 200)}
+    # gymnasium has reset the environment when the last step can be drawn, so the last picture is the one before the end.
+    assert [frame.convert("L").getpixel((0, 0)) for frame in episode.frames] == [0, 60, 120, 120]
 
 
 def test_value_map_has_values_where_steps_begin() -> None:

@@ -91,7 +91,9 @@ def record_episode(
         total += float(transition.reward)
         ended = bool(transition.terminated | transition.truncated)
         observation = transition.observation
-        if step % stride == 0 or ended or step == max_steps:
+        if ended and isinstance(envs, GymnasiumEnvironment):  # it already shows the next episode
+            frames.append(frames[-1])
+        elif step % stride == 0 or ended or step == max_steps:
             frames.append(draw(transition.final_observation[0], f"step {step}, return {total:.1f}"))
         if len(frames) > max_frames and not ended:
             frames, stride = frames[::2], 2 * stride

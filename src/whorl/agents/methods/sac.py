@@ -86,6 +86,9 @@ class SAC(ReplayMethod):
         output: Tensor = networks.policy(observation)
         return output.argmax(dim=-1) if self.discrete else networks.squash(output.chunk(2, dim=-1)[0])
 
+    def values(self, networks: PolicyAndCritics, observation: Tensor) -> Tensor | None:
+        return networks.critics(observation).amin(0).amax(-1) if self.discrete else None
+
     def make_updates(self, networks: PolicyAndCritics) -> list[Update]:
         rate, clip_norm = self.config.learning_rate, self.config.clip_norm
         policy = {**all_adamw(networks, rate, "policy."), **all_adamw(networks, rate, "log_temperature")}
