@@ -51,7 +51,7 @@ VERBS = {
     "eval": "models",
 }  # verb -> the folder of its module
 GROUPS = {
-    "rl": ("jobs", ("train", "compare", "record", "methods", "environments")),
+    "rl": ("jobs", ("train", "solve", "compare", "record", "methods", "environments")),
     "keys": ("serving", ("add", "list", "revoke")),
     "arena": ("serving", ("serve", "judge", "table", "page", "export")),
     "corpus": (

@@ -26,19 +26,22 @@ TENSOR_ENVIRONMENTS: dict[str, type[BatchedEnvironment]] = {
 }
 
 
-def make_env(name: str, num_envs: int, *, device: str = "cpu") -> Environment:
+def make_env(
+    name: str, num_envs: int, *, max_episode_steps: int | None = None, device: str = "cpu"
+) -> Environment:
     """Return `num_envs` copies of an environment by its gymnasium name, with built-in dynamics where they exist.
 
-    `DeepSea10-v0` is DeepSea of size 10.
+    `DeepSea10-v0` is DeepSea of size 10. `max_episode_steps` replaces the environment's own time limit.
 
     Raises:
         ConfigError: the name is unknown, or the environment has unsupported spaces.
     """
     if name in TENSOR_ENVIRONMENTS:
-        return TENSOR_ENVIRONMENTS[name](num_envs, device=device)
+        return TENSOR_ENVIRONMENTS[name](num_envs, max_episode_steps=max_episode_steps, device=device)
     if sized := re.fullmatch(r"DeepSea(\d{1,3})-v0", name):
-        return DeepSea(num_envs, size=int(sized[1]), device=device)
-    return GymnasiumEnvironment(name, num_envs)
+        return DeepSea(num_envs, size=int(sized[1]), max_episode_steps=max_episode_steps, device=device)
+    limit = {} if max_episode_steps is None else {"max_episode_steps": max_episode_steps}
+    return GymnasiumEnvironment(name, num_envs, **limit)
 
 
 def make_tables(name: str) -> Tables:

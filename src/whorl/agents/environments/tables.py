@@ -39,6 +39,15 @@ class Tables:
         """[S, A, S] probability of each next state that is not terminal."""
         return self.transition * ~self.terminal
 
+    @property
+    def reachable(self) -> NDArray[np.bool_]:
+        """[S] bool, states that an episode can visit and that are not terminal."""
+        leads = np.asarray(self.continuing.any(axis=1))
+        found: NDArray[np.bool_] = np.asarray(self.initial > 0)
+        for _ in range(len(found)):
+            found = found | np.any(leads[found], axis=0)
+        return found
+
     def policy(self, action: NDArray[np.int64]) -> Array:
         """Return the policy [S, A] that takes `action` [S]."""
         return np.eye(self.reward.shape[1])[action]

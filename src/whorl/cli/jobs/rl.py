@@ -17,6 +17,8 @@ from typing import Annotated
 
 import typer
 
+from whorl.cli.jobs.rl_environments import environments as environments
+from whorl.cli.jobs.rl_environments import solve as solve
 from whorl.cli.options import RefArgument, StoreOption
 
 
@@ -146,19 +148,6 @@ def record(
     episode = record_episode(config, networks, max_steps=steps)
     episode.save(out)
     print(f"wrote {out}: seed {config.seed}, {episode}")
-
-
-def environments() -> None:
-    """List the environments with built-in tensor dynamics; any other gymnasium name works too.
-
-    Example:
-
-        whorl rl environments
-    """
-    from whorl.agents import TENSOR_ENVIRONMENTS
-
-    for name, kind in TENSOR_ENVIRONMENTS.items():
-        print(f"{name:<16} {(kind.__doc__ or '').strip().splitlines()[0]}")
 
 
 def methods(
