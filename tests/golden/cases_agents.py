@@ -15,6 +15,8 @@ CHANGES: dict[str, dict[str, object]] = {
     "impala": {"steps": 20 * 16 * 8, "actors": 1, "prefetch": 0},  # one actor process in lockstep
     "reinforce": {"steps": 10 * 4 * 64, "n_envs": 4, "n_steps": 64},
     "a3c": {"steps": 20 * 16 * 8, "actors": 1, "prefetch": 0},
+    "trpo": {"steps": 10 * 4 * 16, "n_envs": 4, "n_steps": 16},
+    "cpo": {"environment": "CostlyGrid-v0", "steps": 10 * 4 * 16, "n_envs": 4, "n_steps": 16},
     "dqn": {"steps": 800, "learning_starts": 200, "batch_size": 16, "priority_exponent": 0.5, "n_step": 3},
     "ddpg": {"environment": "Pendulum-v1", "steps": 400, "learning_starts": 200, "batch_size": 16},
     "td3": {"environment": "Pendulum-v1", "steps": 400, "learning_starts": 200, "batch_size": 16},

@@ -95,6 +95,7 @@ class ActorCritic(nn.Module):
         n_out = spaces.n_actions or spaces.action_size
         self.policy = make_network(spaces, hidden, n_out, 0.01, generator)
         self.value = make_network(spaces, hidden, 1, 1.0, generator)
+        self.cost_value: nn.Module | None = None
         self.log_width = None if self.discrete else nn.Parameter(torch.zeros(spaces.action_size))
 
     def values(self, observation: Tensor) -> Tensor:
@@ -128,6 +129,22 @@ class ActorCritic(nn.Module):
         z = (action - distribution) / self.log_width.exp()
         total: Tensor = (-0.5 * z.square() - self.log_width - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
         return total
+
+    def kl(self, old: Tensor, old_log_width: Tensor | None, observation: Tensor) -> Tensor:
+        """Return the mean KL divergence from earlier distributions to the current ones at observations [N, d].
+
+        old: [N, A] logits or [N, k] means; old_log_width: [k] of the means.
+        """
+        output = self.policy(observation)
+        if self.discrete:
+            log_old = old.log_softmax(dim=-1)
+            each: Tensor = (log_old.exp() * (log_old - output.log_softmax(dim=-1))).sum(-1)
+            return each.mean()
+        assert self.log_width is not None and old_log_width is not None
+        ratio = (2 * (old_log_width - self.log_width)).exp()
+        squares = ((old - output) / self.log_width.exp()).square()
+        each = (self.log_width - old_log_width + 0.5 * (ratio + squares - 1)).sum(-1)
+        return each.mean()
 
     def evaluate_actions(self, observation: Tensor, action: Tensor) -> ActionEvaluation:
         """Evaluate actions [N] or [N, k] at observations [N, d]."""

@@ -80,6 +80,18 @@ def ppo(
     return _actor_critic_loss(-clipped.sum(), output, target, value_coef, entropy_coef, extra_metrics)
 
 
+def surrogate(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor) -> Loss:
+    """Return the loss - ratio x advantage of N steps (arXiv:1502.05477, eq. 14); at the old policy A2C's gradient."""
+    total = -((log_prob - old_log_prob).exp() * advantage).sum()
+    return Loss(total, torch.tensor(float(len(advantage))), {})
+
+
+def value_regression(value: Tensor, target: Tensor) -> Loss:
+    """Return half the squares of values [N] against targets [N]."""
+    squares = 0.5 * mse_loss(value, target, reduction="sum")
+    return Loss(squares, torch.tensor(float(len(target))), {"value_loss": squares.detach()})
+
+
 def _actor_critic_loss(
     policy_loss: Tensor,
     output: ActorCriticOutput,

@@ -198,6 +198,18 @@ _POLICY_GRADIENTS = [
         _OBJECTIVES + "actor_critic",
     ),
     (
+        "trpo",
+        "- ratio A, within a KL divergence",
+        "Schulman et al. 2015, arXiv:1502.05477",
+        _OBJECTIVES + "actor_critic",
+    ),
+    (
+        "cpo",
+        "trpo with a limit on the cost",
+        "Achiam et al. 2017, arXiv:1705.10528",
+        _OBJECTIVES + "actor_critic",
+    ),
+    (
         "dqn",
         "huber(Q(s, a) - r - g max_b Q'(s', b))",
         "Mnih et al. 2015, doi:10.1038/nature14236",

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from whorl.agents.methods.method import Method, MethodConfig
 from whorl.agents.networks import ActorCritic
@@ -92,13 +92,19 @@ class A2C(Method):
         advantage = gae(steps, self.config.discount, self.config.gae_lambda)
         return {"advantage": advantage, "target": advantage + steps.value}
 
-    def trajectory(self, networks: ActorCritic, rollout: Mapping[str, Tensor]) -> Trajectory:
+    def trajectory(
+        self, networks: ActorCritic, rollout: Mapping[str, Tensor], critic: nn.Module | None = None
+    ) -> Trajectory:
         """Return the rollout's rewards with the values of its states; after an end, of the final observation."""
-        value = networks.values(rollout["observation"])  # [T + 1, B]
+
+        def values(observation: Tensor) -> Tensor:
+            return networks.values(observation) if critic is None else critic(observation).squeeze(-1)
+
+        value = values(rollout["observation"])  # [T + 1, B]
         ended = rollout["terminated"] | rollout["truncated"]
         next_value = value[1:].clone()
         if ended.any():
-            next_value[ended] = networks.values(rollout["final_observation"][ended])
+            next_value[ended] = values(rollout["final_observation"][ended])
         return Trajectory(
             rollout["reward"], value[:-1], next_value, rollout["terminated"], rollout["truncated"]
         )

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from whorl.agents.environments.environment import Spaces
 from whorl.agents.methods.a2c import A2C
 from whorl.agents.methods.a3c import A3C
+from whorl.agents.methods.cpo import CPO
 from whorl.agents.methods.ddpg import DDPG, TD3
 from whorl.agents.methods.dqn import DQN
 from whorl.agents.methods.impala import IMPALA
@@ -16,6 +17,7 @@ from whorl.agents.methods.method import Method, MethodConfig
 from whorl.agents.methods.ppo import PPO
 from whorl.agents.methods.reinforce import REINFORCE
 from whorl.agents.methods.sac import SAC
+from whorl.agents.methods.trpo import TRPO
 from whorl.errors import ConfigError, example_setting, one_of
 
 METHODS: dict[str, type[Method]] = {
@@ -24,6 +26,8 @@ METHODS: dict[str, type[Method]] = {
     "a3c": A3C,
     "ppo": PPO,
     "impala": IMPALA,
+    "trpo": TRPO,
+    "cpo": CPO,
     "dqn": DQN,
     "ddpg": DDPG,
     "td3": TD3,

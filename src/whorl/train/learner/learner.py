@@ -26,7 +26,7 @@ from whorl.nn.norm import BatchNorm
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.average import Average, Averages
-from whorl.train.learner.update import GradHook, ParamOptim, Update, check_updates
+from whorl.train.learner.update import ApplyGradient, GradHook, ParamOptim, Update, check_updates
 from whorl.train.learner.zero1 import partition_parameters
 from whorl.train.optim.clipping import clip_scale, squared_norm, sum_replicas
 from whorl.train.optim.flat_views import contiguous_zeros, flatten_views
@@ -338,8 +338,11 @@ class UpdateState:
         torch._foreach_mul_(dense, clipped / divisor)
         if (hook := self._due_hook()) is not None:
             hook.on_gradients(gradients, clipped)
-        for optimizer in self.optimizers:
-            optimizer.step(gradients, lr_scale)
+        if self.update.apply is not None:
+            metrics |= self._apply(self.update.apply)
+        else:
+            for optimizer in self.optimizers:
+                optimizer.step(gradients, lr_scale)
         for tensor, value in kept:
             tensor.copy_(value)
         self._set_steps(self.steps + 1)
@@ -350,6 +353,12 @@ class UpdateState:
             scaler.on_step_end()
         self.process_group.all_gather_scalars()
         return metrics
+
+    def _apply(self, apply: ApplyGradient) -> dict[str, float]:
+        """Let `apply` move the parameters, in the order of their names here."""
+        flat = torch.cat([self.reduced_gradients[n].flatten() for n in self.dense_names])
+        with torch.enable_grad():
+            return apply([self.named[n] for n in self.dense_names], flat)
 
     def _due_hook(self) -> GradHook | None:
         return self.grad_hook if self.grad_hook is not None and self.grad_hook.is_due() else None

@@ -54,6 +54,7 @@ def is_finite(metrics: Mapping[str, float]) -> bool:
 
 
 MicroBatch = Mapping[str, Tensor]  # tensors by field name
+ApplyGradient = Callable[[Sequence[Tensor], Tensor], dict[str, float]]
 
 
 class GradHook(Protocol):
@@ -98,6 +99,7 @@ class Update:
         accept_step: maps a step's metrics to whether the step is applied (see `accept_if_finite`, `spike_guard.py`).
         loss_scaler: for fp16.
         rounding: of matrices stored in bf16.
+        apply: moves the parameters in place of the optimizers: the parameters and their flat mean gradient [P] -> metrics.
         native: run the passes over memory in C++ (`nn/cpu/update.py`) where the types allow it.
     """
 
@@ -115,6 +117,7 @@ class Update:
     loss_scaler: LossScaler | None = None
     rounding: Rounding | None = None
     native: bool = False
+    apply: ApplyGradient | None = None
 
     def names_for(self, optimizer: str) -> list[str]:
         """Names of the parameters under one optimizer."""

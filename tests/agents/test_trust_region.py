@@ -1,0 +1,127 @@
+"""TRPO and CPO: the natural gradient against an explicit Fisher matrix, and the multipliers against a solver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+from whorl.agents.methods.cpo import solve_dual
+from whorl.agents.methods.natural_gradient import conjugate_gradients, fisher_product, line_search
+from whorl.agents.methods.registration import make_config
+from whorl.agents.rollout import Actor, rollout_spec
+from whorl.agents.task import open_method, train
+from whorl.errors import ConfigError
+from whorl.slots import Board, FIFOReader, SerialProducer, SlotRing
+
+
+def first_minibatch(method_name: str, environment: str, **changes: Any) -> tuple[Any, Any, dict[str, Tensor]]:
+    """The method, its networks, and the minibatch of a first rollout."""
+    config = make_config(method_name, environment, hidden=(4,), n_envs=8, n_steps=16, **changes)
+    method, networks = open_method(config)
+    ring = SlotRing(rollout_spec(method.spaces, 8, 16), 1)
+    board = Board.from_tensors(dict(networks.named_parameters()))
+    with FIFOReader(ring, [SerialProducer(ring, Actor(config, 3), board=board)]) as records:
+        rollout = {n: t.clone() for n, t in next(records).tensors().items()}
+    (part,) = next(iter(method.minibatches(networks, rollout, 0)))
+    return method, networks, dict(part)
+
+
+@pytest.mark.parametrize("environment", ["CartPole-v1", "Pendulum-v1"])
+def test_direction_equals_an_explicit_fisher_solve(environment: str) -> None:
+    method, networks, part = first_minibatch("trpo", environment)
+    networks.double()
+    part = {n: t.double() if t.is_floating_point() else t for n, t in part.items()}
+    parameters = [p for n, p in networks.named_parameters() if "value." not in n]
+    size = sum(p.numel() for p in parameters)
+    gradient = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    # The Fisher matrix by definition: the mean of score x score, over all actions or for a Gaussian in closed form.
+    scores, weights = [], []
+    output = networks.policy(part["observation"])
+    for n in range(len(output)):
+        if networks.discrete:
+            log_probs = output[n].log_softmax(0)
+            terms = [(log_probs[a], float(log_probs[a].detach().exp())) for a in range(len(log_probs))]
+        else:  # information of a mean: 1 / width^2, of a log-width: 2
+            width = float(networks.log_width.exp())
+            terms = [(output[n, 0] / width, 1.0), (networks.log_width[0] * 2**0.5, 1.0)]
+        for value, weight in terms:
+            pieces = torch.autograd.grad(value, parameters, retain_graph=True, materialize_grads=True)
+            scores.append(torch.cat([p.flatten() for p in pieces]))
+            weights.append(weight / len(output))
+    score = torch.stack(scores)
+    fisher = score.T @ (torch.tensor(weights, dtype=torch.float64)[:, None] * score)
+    product = fisher_product(lambda: method.kl(networks, part), parameters, damping=0.01)
+    damped = fisher + 0.01 * torch.eye(size, dtype=torch.float64)
+    torch.testing.assert_close(product(gradient), damped @ gradient, rtol=1e-8, atol=1e-10)
+    found = conjugate_gradients(product, gradient, iterations=200, tolerance=1e-16)
+    torch.testing.assert_close(found, torch.linalg.solve(damped, gradient), rtol=1e-4, atol=1e-6)
+
+
+def test_step_stays_within_the_kl_limit_and_in_shared_memory() -> None:
+    method, networks, part = first_minibatch("trpo", "CartPole-v1", kl_limit=0.01)
+    parameters = [p for n, p in networks.named_parameters() if "value." not in n]
+    memory, before = [p.data_ptr() for p in parameters], [p.detach().clone() for p in parameters]
+    loss = method.policy_loss(networks, part)
+    pieces = torch.autograd.grad(loss.total / loss.count, parameters)
+    metrics = method.move(networks, parameters, torch.cat([p.flatten() for p in pieces]))
+    assert 0 < metrics["kl"] <= 0.01 and metrics["step_share"] > 0
+    assert [p.data_ptr() for p in parameters] == memory
+    assert any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+
+
+def test_line_search_restores_weights_if_no_step_is_accepted() -> None:
+    weights = [torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])]
+    assert line_search(weights, torch.ones(3), lambda: False) == 0.0
+    assert torch.cat([w.flatten() for w in weights]).tolist() == [1, 2, 3]
+    assert line_search(weights, torch.ones(3), lambda: bool(weights[0][0] < 1.3)) == 0.25
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_multipliers_equal_a_quadratic_solver(seed: int) -> None:
+    """minimize g x with c + b x <= 0 and x H x <= limit, against SLSQP."""
+    rng = np.random.default_rng(seed)
+    n, limit = 4, 0.02
+    root = rng.normal(size=(n, n))
+    h, g, b = root @ root.T + np.eye(n), rng.normal(size=n), rng.normal(size=n)
+    reach = (
+        limit * b @ np.linalg.solve(h, b)
+    ) ** 0.5  # the largest change of the cost within the trust region
+    c = rng.uniform(-1.5, 1.5) * reach
+    along, along_cost = np.linalg.solve(h, g), np.linalg.solve(h, b)
+    found = solve_dual(float(g @ along), float(g @ along_cost), float(b @ along_cost), float(c), limit)
+    assert found.recover == (c > reach)
+    if found.recover:
+        return
+    x = -(along + found.cost * along_cost) / found.trust
+    constraints = [
+        {"type": "ineq", "fun": lambda v: -(c + b @ v)},
+        {"type": "ineq", "fun": lambda v: limit - v @ h @ v},
+    ]
+    start = -min(1.0, max(c, 0) / reach) * along_cost * (limit / (b @ along_cost)) ** 0.5
+    best = minimize(
+        lambda v: g @ v,
+        start,
+        constraints=constraints,
+        method="SLSQP",
+        options={"ftol": 1e-14, "maxiter": 500},
+    )
+    assert c + b @ x <= 1e-8 and x @ h @ x <= limit * (1 + 1e-6)
+    assert g @ x == pytest.approx(best.fun, abs=1e-6)
+
+
+def test_cost_limit_needs_costs() -> None:
+    with pytest.raises(ConfigError, match="cpo limits costs, and CartPole-v1 has none"):
+        train(make_config("cpo", "CartPole-v1"))
+
+
+def test_cpo_lowers_a_cost_above_its_limit() -> None:
+    """From the first policy on the cost falls, and the return rises later."""
+    excess = []
+    config = make_config("cpo", "CostlyGrid-v0", steps=30_000, cost_limit=0.5)
+    train(config, lambda progress, _: excess.append(progress.metrics["excess_cost"]))
+    assert np.mean(excess[:3]) > 0.1 and np.mean(excess[-5:]) < 0.05
