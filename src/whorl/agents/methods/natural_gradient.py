@@ -4,8 +4,8 @@
     length      so that the quadratic model of the KL divergence, d H d / 2, equals its limit
     search      the length is halved until the measured KL is within its limit and the loss has fallen
 
-The Fisher matrix is never stored: its product with a vector is the gradient of (gradient of the KL) . vector, because the
-KL divergence from the policy itself has the Fisher matrix as its second derivative (Schulman et al. 2015, arXiv:1502.05477).
+The KL divergence from the policy itself has the Fisher matrix as its second derivative. So the product of the matrix with a
+vector is the gradient of (gradient of the KL) . vector, and no matrix is stored (Schulman et al. 2015, arXiv:1502.05477).
 """
 
 from __future__ import annotations
