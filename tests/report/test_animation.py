@@ -91,7 +91,7 @@ def test_gymnasium_draws_other_environments() -> None:
         del gymnasium.registry["Lamp-v0"]
     assert (episode.steps, episode.total, episode.ended, episode.frame_ms) == (3, 3.0, True, 200)
     assert {frame.size for frame in episode.frames} == {(300, 200)}
-    # gymnasium has reset the environment when the last step can be drawn, so the last picture is the one before the end.
+    # gymnasium has reset the environment when the last step can be drawn, so the last picture is repeated.
     assert [frame.convert("L").getpixel((0, 0)) for frame in episode.frames] == [0, 60, 120, 120]
 
 
