@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from whorl.agents import make_env
 from whorl.agents.methods.registration import make_config
 from whorl.agents.networks import ActorCritic
 from whorl.agents.rollout import Actor, rollout_spec
-from whorl.agents.task import evaluate
+from whorl.agents.task import evaluate, train
 from whorl.errors import ConfigError
 from whorl.slots import Board, FIFOReader, SerialProducer, SlotRing
 
@@ -35,15 +36,16 @@ SPACES = {
 class Endless(gymnasium.Env[Any, Any]):
     """Reward 1 for an action that its space contains. No episode ends."""
 
-    def __init__(self, space: str) -> None:
-        self.observation_space, self.action_space = Box(-1, 1, (2,)), SPACES[space]
+    def __init__(self, space: str, reward: float = 1.0) -> None:
+        self.observation_space, self.action_space, self.reward = Box(-1, 1, (2,)), SPACES[space], reward
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         return self.observation_space.sample() * 0, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return np.zeros(2, np.float32), float(self.action_space.contains(action)), False, False, {}
+        reward = self.reward * self.action_space.contains(action)
+        return np.zeros(2, np.float32), reward, False, False, {}
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +90,21 @@ def test_other_action_spaces_are_refused_by_name(space: str, kind: str) -> None:
         make_env(f"Endless-{space}-v0", 2)
 
 
+def test_nan_reward_is_named_with_its_step() -> None:
+    gymnasium.register("Broken-v0", Endless, kwargs={"space": "scalar", "reward": float("nan")})
+    with pytest.raises(ConfigError, match="the reward of Broken-v0 is nan at step 1 of copy 0"):
+        train(make_config("ppo", "Broken-v0", steps=64, n_envs=2, n_steps=8))
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"), [("sac", {}), ("ppo", {"exploration": {"kind": "gaussian"}})], ids=["sac", "noise"]
+)
+def test_actions_without_bounds_are_refused(method: str, changes: dict[str, Any]) -> None:
+    config = make_config(method, "Endless-no-bounds-v0", steps=64, **changes)
+    with pytest.raises(ConfigError, match="the bounds of the actions are"):
+        train(config)
+
+
 RECIPE = """
 name = "endless"
 [steps.ppo]
@@ -103,8 +120,8 @@ settings = { hidden = [4], n_envs = 2, n_steps = 8, n_epochs = 1, minibatches = 
 
 def test_endless_episodes_are_cut_off_and_counted(tmp_path: Path) -> None:
     made = run_text(RECIPE, store=tmp_path)["ppo"]
-    record = made.file("result.json").read_text()
-    assert '"truncated": [\n  3\n ]' in record and '"returns": [\n  40.0\n ]' in record
+    record = json.loads(made.file("result.json").read_text())
+    assert record["truncated"] == [3] and record["returns"] == [40.0]
     assert "3 episodes, 3 cut off after 40 steps" in logs_of(tmp_path)
     assert "evaluating seed 0: 0 of 3 episodes" in logs_of(tmp_path)
     assert "3 cut off after 40 steps" in made.file("curve.html").read_text()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Discrete
 
 from whorl.agents.environments.environment import Spaces
 from whorl.agents.methods.registration import make_config
 from whorl.agents.networks import Critics, Pixels, QNetworks
 from whorl.agents.task import evaluate, train
 from whorl.errors import ConfigError
+
+gymnasium = pytest.importorskip("gymnasium")
+Box, Discrete = gymnasium.spaces.Box, gymnasium.spaces.Discrete
 
 
 class BrightSide(gymnasium.Env[Any, Any]):

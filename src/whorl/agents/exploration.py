@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -88,6 +89,13 @@ class Exploration:
             raise ConfigError(
                 "exploration.kind is 'ensemble', and the method has one member",
                 do="use dqn with --set members=10",
+            )
+        unbounded = any(map(math.isinf, (*spaces.action_low, *spaces.action_high)))
+        if unbounded and (config.kind in ("gaussian", "ou") or config.random_steps):
+            raise ConfigError(
+                f"the bounds of the actions are {spaces.action_low} and {spaces.action_high}",
+                expected="finite bounds, to which noise and random actions are scaled",
+                do="set exploration.kind=policy and exploration.random_steps=0",
             )
         self.state: dict[str, Tensor] = {}
         if config.kind == "ou":

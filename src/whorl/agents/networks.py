@@ -250,6 +250,11 @@ class PolicyAndCritics(nn.Module):
             self.target_policy = deepcopy(self.policy).requires_grad_(False)
         if temperature is not None:
             self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))
+        if any(map(math.isinf, (*spaces.action_low, *spaces.action_high))):
+            raise ConfigError(
+                f"the bounds of the actions are {spaces.action_low} and {spaces.action_high}", expected="finite bounds",
+                do="use ppo or trpo, or bound the actions of the environment",
+            )  # fmt: skip
         low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
         self.register_buffer("middle", (low + high) / 2, persistent=False)
         self.register_buffer("half_range", (high - low) / 2, persistent=False)

@@ -125,7 +125,12 @@ def _open_renderer(name: str) -> tuple[Environment, Draw, int]:
         return make_env(name, 1), lambda o, caption: canvas(paint, o, caption), FRAME_MS
     envs = make_env(name, 1)
     if isinstance(envs, GymnasiumEnvironment):
+        modes = envs.envs.metadata.get("render_modes") or []
         envs.close()
+        if "rgb_array" not in modes:
+            raise ConfigError(
+                f"the environment {name!r} cannot be drawn", expected="the render mode rgb_array"
+            )
         rendered = GymnasiumEnvironment(name, 1, render_mode="rgb_array")
         rate = rendered.envs.metadata.get("render_fps") or 25
 
