@@ -107,11 +107,10 @@ def test_loaded_store_draws_the_same() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_ended_episodes_are_cut_off() -> None:
+def test_rollout_of_new_episodes_cuts_the_old_ones_off() -> None:
     """After a resume the environments begin new episodes; no step leads from an old one to a new one."""
     store = TransitionStore(32, 1, FIELDS)
     store.add(Walks(1, 0, end=0.0).rollout(3))
-    store.end_episodes()
     new = Walks(1, 1, end=0.0)
     new.number, new.now = 100, np.array([99.0], np.float32)
     store.add(new.rollout(3))

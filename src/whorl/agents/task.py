@@ -177,8 +177,6 @@ class AgentTask(Task[Rollouts]):
             actor.setup()
             if self.actor_state:
                 actor.load_state_dict(self.actor_state)
-        if first and not self.actor_state and self.method.store is not None:
-            self.method.store.end_episodes()  # the environments begin new ones
         self.learner = learner
         self.board = Board.from_tensors(self._acted_weights())
         self.sync_weights(first)

@@ -78,9 +78,17 @@ class TransitionStore:
 
     @torch.no_grad()
     def add(self, rollout: Mapping[str, Tensor], *, first: int = 0) -> None:
-        """Add a rollout of copies `first`, `first` + 1, ...: fields [T, B, ...], observations [T + 1, B, ...]."""
+        """Add a rollout of copies `first`, `first` + 1, ...: fields [T, B, ...], observations [T + 1, B, ...].
+
+        Where it does not begin with the last observation of the rollout before, as after a resume with new episodes, the
+        step before counts as cut off.
+        """
         n_steps, n_copies = rollout["reward"].shape
         copies = torch.arange(first, first + n_copies)
+        last = self.arrays["observation"][self._place(self.heads[copies], copies)]
+        broken = copies[(last != rollout["observation"][0]).flatten(1).any(1) & (self.heads[copies] > 0)]
+        self.arrays["truncated"][self._place(self.heads[broken] - 1, broken)] = True
+        self.heads[broken] += 1
         cut = rollout["truncated"] & ~rollout["terminated"]
         step = torch.arange(n_steps)[:, None] + cut.cumsum(0) - cut.long()  # rows after the head
         step = self.heads[copies] + step
@@ -98,13 +106,6 @@ class TransitionStore:
         self.arrays["observation"][head] = rollout["observation"][n_steps]
         self._set_drawable(head, False)
         self.added += n_steps * n_copies
-
-    def end_episodes(self) -> None:
-        """Mark the newest step of each copy as cut off: its next observation is the last one added."""
-        copies = torch.arange(self.copies)
-        self.arrays["truncated"][self._place(self.heads - 1, copies)] = True
-        self.heads += 1
-        self._set_drawable(self._place(self.heads, copies), False)
 
     def draw(
         self, n: int, rng: np.random.Generator, *, discount: float = 1.0, n_steps: int = 1
