@@ -3,8 +3,8 @@
 
 #include "tile_registers.h"
 
-// The registers of each thread in memory. Rounding as in the manual's pseudocode of TDPBF16PS; denormals are not flushed.
-struct EmulatedTiles {
+// The registers of each thread in memory. Hidden: libraries of one process must not share them. Rounding as in the manual's pseudocode of TDPBF16PS; denormals are not flushed.
+struct __attribute__((visibility("hidden"))) EmulatedTiles {
     static inline thread_local TileShapes shapes;
     alignas(64) static inline thread_local char tiles[8][TILE_LINES][TILE_BYTES];
 

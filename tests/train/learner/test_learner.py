@@ -18,6 +18,7 @@ from torch import nn
 from whorl.errors import ConfigError
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
+from whorl.train.learner import loop
 from whorl.train.learner.average import Average
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch, train_loop
@@ -30,7 +31,7 @@ def test_updates_train_own_parameters_at_their_period() -> None:
     nets = networks()
     both = nn.Sequential(nets["a"], nn.Linear(1, 1))
     nets["tail"] = both[1]
-    # gradients of the first update on the tail are dropped
+    # the first update computes no gradient of the tail
     first = Update(squared(both), all_adamw(nets, 0.01, "a."))
     learner = Learner(nets, [first, adamw_update(nets, 0.01, "b", every=3)])
     history = []
@@ -227,3 +228,12 @@ def test_gradient_on_one_replica_moves_a_parameter() -> None:
         same = {n for n, w in before.items() if torch.equal(w, shared.weights[n])}
         assert same == {"target.weight", "target.bias"}
     torch.testing.assert_close(*ends)
+
+
+def test_metrics_are_means_over_the_steps_that_have_them() -> None:
+    steps = [
+        {"loss": 1.0, "loss_tokens": 1.0, "kl": 0.5},
+        {"loss": 3.0, "loss_tokens": 3.0, "value_loss": 2.0},
+        {"loss": 9.0, "loss_tokens": 9.0, "skipped": 1.0},
+    ]
+    assert loop._mean(steps) == {"loss": 2.5, "kl": 0.5, "value_loss": 2.0, "loss_tokens": 4.0}

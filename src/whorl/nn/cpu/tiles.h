@@ -13,6 +13,7 @@
 
 #ifdef WHORL_FP32
 typedef float number;
+typedef TileRegisters Tiles;
 #else
 typedef bf16 number;
 #if defined(WHORL_AMX)
@@ -79,7 +80,7 @@ static void multiply(const number* left, int64_t left_stride, int64_t left_step,
 
 // This thread's tile registers, all whole, while the object lives.
 struct WholeTiles : TileRegisters {
-    WholeTiles() { shape(TileShapes()); }
+    WholeTiles() { Tiles::shape(TileShapes()); }
 };
 
 // Runs work(i, its memory of so many bytes) for each i below n on `threads` threads. Returns 1 without memory.

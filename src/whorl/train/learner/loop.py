@@ -94,13 +94,16 @@ def train_loop(
 def _mean(step_metrics: list[dict[str, float]]) -> dict[str, float]:
     """Means over a record's steps, weighted by `loss_tokens`; `loss_tokens` is the sum.
 
-    Steps that were skipped are left out, unless all were.
+    Steps that were skipped are left out, unless all were. The mean of a metric is over the steps that have it.
     """
     applied = [metrics for metrics in step_metrics if "skipped" not in metrics]
     step_metrics = applied or step_metrics
     if len(step_metrics) == 1:
         return step_metrics[0]
-    total = max(1.0, sum(f["loss_tokens"] for f in step_metrics))
     names = {name: None for f in step_metrics for name in f if name != "loss_tokens"}
-    means = {n: sum(f.get(n, 0.0) * f["loss_tokens"] for f in step_metrics) / total for n in names}
+    means = {}
+    for name in names:
+        having = [f for f in step_metrics if name in f]
+        total = max(1.0, sum(f["loss_tokens"] for f in having))
+        means[name] = sum(f[name] * f["loss_tokens"] for f in having) / total
     return {**means, "loss_tokens": sum(f["loss_tokens"] for f in step_metrics)}
