@@ -80,8 +80,8 @@ class TransitionStore:
     def add(self, rollout: Mapping[str, Tensor], *, first: int = 0) -> None:
         """Add a rollout of copies `first`, `first` + 1, ...: fields [T, B, ...], observations [T + 1, B, ...].
 
-        Where it does not begin with the last observation of the rollout before, as after a resume with new episodes, the
-        step before counts as cut off.
+        Where it does not begin with the last observation added, as after a resume with new episodes, the last step added
+        counts as cut off.
         """
         n_steps, n_copies = rollout["reward"].shape
         copies = torch.arange(first, first + n_copies)
