@@ -36,7 +36,7 @@ def main() -> None:
         parser.add_argument("--only", default="", help="METHOD-ENVIRONMENT")
         parser.add_argument("--scale", type=float, default=1.0, help="factor on the steps")
 
-    args = parse(__doc__, arguments, smoke={"seeds": 1, "scale": 0.02})
+    args = parse(__doc__, arguments, smoke={"seeds": 1, "scale": 0.06})
     torch.set_num_threads(1)
     for method, environment, steps, bar in BARS:
         variant = f"{method}-{environment}"

@@ -53,10 +53,10 @@ def test_tables_equal_gymnasium_outcomes(name: str) -> None:
     gymnasium = pytest.importorskip("gymnasium")
     single = gymnasium.make(name)
     limit = single.spec.max_episode_steps
-    theirs = tables_of_outcomes(single.unwrapped.P, single.unwrapped.initial_state_distrib, limit)
+    other = tables_of_outcomes(single.unwrapped.P, single.unwrapped.initial_state_distrib, limit)
     ours = make_tables(name)
     for field in ("transition", "reward", "terminal", "initial"):
-        assert np.allclose(getattr(ours, field), getattr(theirs, field), atol=1e-12), field
+        assert np.allclose(getattr(ours, field), getattr(other, field), atol=1e-12), field
     assert ours.max_episode_steps == limit and ours.cost is None
 
 

@@ -100,7 +100,7 @@ def test_nan_reward_is_named_with_its_step() -> None:
     ("method", "changes"), [("sac", {}), ("ppo", {"exploration": {"kind": "gaussian"}})], ids=["sac", "noise"]
 )
 def test_actions_without_bounds_are_refused(method: str, changes: dict[str, Any]) -> None:
-    config = make_config(method, "Endless-no-bounds-v0", steps=64, **changes)
+    config = make_config(method, "Endless-no-bounds-v0", steps=300, **changes)
     with pytest.raises(ConfigError, match="the bounds of the actions are"):
         train(config)
 

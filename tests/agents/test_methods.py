@@ -10,7 +10,7 @@ import torch
 
 from whorl.agents.environments.environment import Spaces
 from whorl.agents.exploration import Exploration, ExplorationConfig, VisitCounts
-from whorl.agents.methods.registration import METHODS, make_config, make_method
+from whorl.agents.methods.registration import METHODS, make_config, make_method, parse_config
 from whorl.agents.task import AgentTask, open_method, train
 from whorl.errors import ConfigError
 from whorl.objectives.action_value import q_target, soft_policy_loss
@@ -196,3 +196,21 @@ def test_every_method_is_built_from_its_settings() -> None:
         spaces = VECTOR if method.actions == "vectors" else DISCRETE
         if not method.needs_costs:
             assert isinstance(make_method(method.Config(), spaces), method)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("trpo", {"entropy_coef": 0.1}, "the setting 'entropy_coef' has no effect in trpo"),
+        ("reinforce", {"gae_lambda": 0.5}, "the setting 'gae_lambda' has no effect in reinforce"),
+        ("cpo", {"actors": 2}, "actors must be 0"),
+        ("dqn", {"steps": 500}, r"learning_starts \(1000\) must be at most steps \(500\)"),
+        ("dqn", {"capacity": 60}, r"capacity \(60\) must be at least 4 rollouts \(64 steps\)"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(method: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(method, "CartPole-v1", changes)
+    assert parse_config(
+        method, "CartPole-v1", METHODS[method].Config().model_dump(include={"entropy_coef", "steps"})
+    )

@@ -47,7 +47,7 @@ def test_direction_equals_an_explicit_fisher_solve(environment: str) -> None:
             log_probs = output[n].log_softmax(0)
             terms = [(log_probs[a], float(log_probs[a].detach().exp())) for a in range(len(log_probs))]
         else:  # information of a mean: 1 / width^2, of a log-width: 2
-            width = float(networks.log_width.exp())
+            width = float(networks.log_width.detach().exp())
             terms = [(output[n, 0] / width, 1.0), (networks.log_width[0] * 2**0.5, 1.0)]
         for value, weight in terms:
             pieces = torch.autograd.grad(value, parameters, retain_graph=True, materialize_grads=True)

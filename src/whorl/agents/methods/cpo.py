@@ -48,6 +48,8 @@ def solve_dual(q: float, r: float, s: float, c: float, limit: float) -> Multipli
     Args:
         q, r, s: g H^-1 g, g H^-1 b and b H^-1 b.
     """
+    if q <= 0:  # no gradient: only the cost can fall
+        return Multipliers(1.0, 0.0, recover=c > 0 and s > 0)
     if s <= 1e-12 or (c < 0 and c * c / s > limit):  # no step within the trust region reaches the cost limit
         return Multipliers((q / limit) ** 0.5, 0.0)
     if c > 0 and c * c / s > limit:

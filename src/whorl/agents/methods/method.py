@@ -85,6 +85,7 @@ class Method(ABC):
 
     spaces: of the environment. store: the replay buffer of the learner's process, if the method has one.
     actions: which the method suits. needs_costs: it limits the costs of an environment.
+    without_effect: settings of a parent that it does not read.
     acted_weights: prefixes of the parameters that actors need.
     actors_differentiate: records hold the gradient of `rollout_loss`.
     """
@@ -92,6 +93,7 @@ class Method(ABC):
     Config: ClassVar[type[MethodConfig]]
     actions: ClassVar[Literal["discrete", "vectors", "any"]] = "any"
     needs_costs: ClassVar[bool] = False
+    without_effect: ClassVar[tuple[str, ...]] = ()
     acted_weights: ClassVar[tuple[str, ...]] = ("",)
     actors_differentiate: ClassVar[bool] = False
     store: TransitionStore | None = None

@@ -69,9 +69,11 @@ def parse_config(method: str, environment: str, changes: Mapping[str, object]) -
         raise ConfigError(f"unknown method {method!r}", expected=one_of(method, list(METHODS)))
     config_type = METHODS[method].Config
     known = [name for name in config_type.model_fields if name not in ("method", "environment")]
-    for name in changes:
+    for name, value in changes.items():
         if name not in known:
             raise ConfigError(f"unknown setting {name!r} of {method}", expected=one_of(name, known))
+        if name in METHODS[method].without_effect and value != config_type.model_fields[name].default:
+            raise ConfigError(f"the setting {name!r} has no effect in {method}", do="remove it")
     try:
         return make_config(method, environment, **changes)
     except ValidationError as error:

@@ -38,6 +38,7 @@ class REINFORCEConfig(A2CConfig):
 class REINFORCE(A2C):
     Config: ClassVar[type[MethodConfig]] = REINFORCEConfig
     config: REINFORCEConfig
+    without_effect = ("gae_lambda",)
 
     def make_networks(self, generator: torch.Generator) -> ActorCritic:
         networks = super().make_networks(generator)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import psutil
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from whorl.agents.environments.environment import step_fields
@@ -26,6 +26,19 @@ class ReplayConfig(MethodConfig):
     n_step: int = Field(default=1, ge=1, description="rewards before the estimate of the rest")
     priority_exponent: float = Field(default=0.0, ge=0, le=1, description="0 draws uniformly, 1 by TD error")
     anneal: bool = False
+
+    @model_validator(mode="after")
+    def _fits(self) -> ReplayConfig:
+        if self.capacity < 4 * self.rollout_steps:  # a ring holds a rollout, with final observations
+            raise ValueError(
+                f"capacity ({self.capacity}) must be at least 4 rollouts ({4 * self.rollout_steps} steps)"
+            )
+        if self.learning_starts > min(self.capacity, self.steps):
+            raise ValueError(
+                f"learning_starts ({self.learning_starts}) must be at most steps ({self.steps}) "
+                f"and capacity ({self.capacity})"
+            )
+        return self
 
     @property
     def updates_per_rollout(self) -> int:

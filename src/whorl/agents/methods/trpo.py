@@ -12,7 +12,7 @@ from functools import partial
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from whorl.agents.methods.a2c import A2C, A2CConfig
@@ -36,10 +36,19 @@ class TRPOConfig(A2CConfig):
     value_passes: int = Field(default=10, ge=1, description="steps of the value network per rollout")
     value_learning_rate: float | None = Field(default=3e-3, gt=0)
 
+    @model_validator(mode="after")
+    def _is_on_policy(self) -> TRPOConfig:
+        if self.actors:
+            raise ValueError(
+                "actors must be 0: a step within a trust region is for rollouts of the newest policy"
+            )
+        return self
+
 
 class TRPO(A2C):
     Config: ClassVar[type[MethodConfig]] = TRPOConfig
     config: TRPOConfig
+    without_effect = ("learning_rate", "entropy_coef", "value_coef")
 
     def make_updates(self, networks: ActorCritic) -> list[Update]:
         optims = self.param_optims(networks)

@@ -174,7 +174,7 @@ def methods(
         return
     parse_config(method, "CartPole-v1", {})  # raises for an unknown name
     for name, field in METHODS[method].Config.model_fields.items():
-        if name not in ("method", "environment", "steps", "seed"):
+        if name not in ("method", "environment", "steps", "seed", *METHODS[method].without_effect):
             default = field.default.kind if name == "exploration" else field.default
             fields = [getattr(base, "model_fields", {}).get(name) for base in METHODS[method].Config.__mro__]
             text = next((f.description for f in fields if f is not None and f.description), "")

@@ -82,11 +82,8 @@ class SharedState:
 
         weights, gradients, ids, values, state = {}, {}, {}, {}, {}
         if contiguous:
-            one = {
-                n: p
-                for n, p in networks.named_parameters()
-                if n in param_optims and param_optims[n].optimizer == "adamw"
-            }
+            by_adamw = {n for n, p in param_optims.items() if p.optimizer == "adamw"}
+            one = {n: p for n, p in networks.named_parameters() if n in by_adamw}
             flat_groups = [contiguous_zeros(one) for _ in range(4)]
             weights, gradients = flat_groups[0], {n: t[None] for n, t in flat_groups[1].items()}
             state = {
@@ -210,9 +207,8 @@ class UpdateState:
         # Gradients that the update drops are not computed. None: all, which suits every kind of autograd function.
         self.inputs = list(self.named.values()) if len(self.named) < len(trained) else None
         shapes = {n: p.shape for n, p in self.named.items()}
-        self.local_shard = partition_parameters(update, shapes, self.process_group.size)[
-            self.process_group.rank
-        ]
+        shards = partition_parameters(update, shapes, self.process_group.size)
+        self.local_shard = shards[self.process_group.rank]
         self.dense_names = sorted(self.local_shard, key=list(self.named).index)
         data = {n: p.data for n, p in self.named.items()}
         self.sparse_tables = [(n, data[n]) for n in update.names_for("sparse_adagrad")]
@@ -233,9 +229,7 @@ class UpdateState:
         # The same tensors in every step: the gradients of a single replica, or the sums over all replicas.
         parts = {name: self.shared.gradients[name] for name in self.dense_names}
         one = self.process_group.size == 1
-        self.reduced_gradients = {
-            n: each[0] if one else torch.empty_like(each[0]) for n, each in parts.items()
-        }
+        self.reduced_gradients = {n: t[0] if one else torch.empty_like(t[0]) for n, t in parts.items()}
         self.flat_gradients = flatten_views(list(self.reduced_gradients.values()))
         self.columns = {name: n for n, name in enumerate(self.shared.gradients) if name in self.named}
         self.moments: dict[str, list[Tensor]] = {name: [] for name in self.dense_names}
