@@ -25,7 +25,7 @@ from bench._run import claim, parse, smoke
 from whorl.agents.environments.environment import Spaces, step_fields
 from whorl.agents.methods.registration import make_config
 from whorl.agents.task import train
-from whorl.slots import TransitionStore
+from whorl.slots.replay import TransitionStore
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "dqn": {"environment": "CartPole-v1", "hidden": (256, 256), "batch": 64},
