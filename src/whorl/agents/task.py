@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from whorl.agents.environments.registration import make_env
-from whorl.agents.exploration import VisitCounts
+from whorl.agents.exploration import Exploration, VisitCounts
 from whorl.agents.methods.method import Method, MethodConfig
 from whorl.agents.methods.registration import make_method
 from whorl.agents.rollout import Actor, rollout_spec
@@ -70,11 +70,12 @@ def open_method(config: MethodConfig) -> tuple[Method, Any]:
     """Return the method and its untrained networks. The same seed gives the same bits.
 
     Raises:
-        ConfigError: the environment does not exist, or the method does not suit it.
+        ConfigError: the environment does not exist, or the method or its exploration does not suit it.
     """
     environment = make_env(config.environment, 1)
     environment.close()
     method = make_method(config, environment.spaces)
+    Exploration(config.exploration, environment.spaces, 1, method.n_members)  # raises if it does not suit
     return method, method.make_networks(generator(config.seed, "weights"))
 
 

@@ -104,7 +104,7 @@ class Method(ABC):
         if self.actions not in (given, "any"):
             raise ConfigError(
                 f"{config.method} cannot act in {config.environment}: its actions are {given}",
-                expected=f"{self.actions} actions",
+                expected="action vectors" if self.actions == "vectors" else "discrete actions",
                 do="`whorl rl methods` lists what each method acts with",
             )
         if self.needs_costs and not spaces.has_costs:

@@ -81,6 +81,6 @@ def parse_config(method: str, environment: str, changes: Mapping[str, object]) -
         where = ".".join(map(str, first["loc"])) or "the settings"
         example = example_setting(config_type, first)
         raise ConfigError(
-            f"{where}: {first['msg']}", expected=f"for example {example}" if example else "",
-            do="see `whorl rl train --help`",
+            f"{where}: {first['msg'].removeprefix('Value error, ')}", expected=f"for example {example}" if example else "",
+            do=f"see `whorl rl methods {method}`",
         ) from error  # fmt: skip
