@@ -151,10 +151,7 @@ class AgentTask(Task[Rollouts]):
         return self.config.model_dump(mode="json")
 
     def allocate(self, replicas: int) -> SharedState:
-        param_optims = {
-            n: p for update in self.method.make_updates(self.networks) for n, p in update.param_optims.items()
-        }
-        return SharedState.allocate(self.networks, param_optims, contiguous=True)
+        return SharedState.for_updates(self.networks, self.method.make_updates(self.networks))
 
     def make_learner(self, trainer: Trainer[Rollouts]) -> Learner:
         config, first = self.config, trainer.steps_done

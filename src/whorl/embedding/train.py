@@ -110,8 +110,7 @@ class EmbedTask(Task[MicroBatch]):
         return {**settings, "data": self.pairs.split.fingerprint}
 
     def allocate(self, replicas: int) -> SharedState:
-        param_optims = build_update(self.networks, self.job).param_optims
-        return SharedState.allocate(self.networks, param_optims, contiguous=True)
+        return SharedState.for_updates(self.networks, [build_update(self.networks, self.job)])
 
     def make_learner(self, trainer: Trainer[MicroBatch]) -> Learner:
         update = replace(build_update(self.networks, self.job), accept_step=trainer.accept_step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
@@ -237,3 +237,26 @@ def test_metrics_are_means_over_the_steps_that_have_them() -> None:
         {"loss": 9.0, "loss_tokens": 9.0, "skipped": 1.0},
     ]
     assert loop._mean(steps) == {"loss": 2.5, "kl": 0.5, "value_loss": 2.0, "loss_tokens": 4.0}
+
+
+def test_an_update_that_moves_its_parameters_has_no_moments() -> None:
+    nets, seen = networks(), list[torch.Tensor]()
+
+    def apply(parameters: Sequence[torch.Tensor], gradient: torch.Tensor) -> dict[str, float]:
+        seen.append(gradient.clone())
+        with torch.no_grad():
+            parameters[1].add_(1.0)
+        return {"moved": 1.0}
+
+    own = Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."), clip_norm=float("inf"), apply=apply)
+    learner = Learner(nets, [own, Update(squared(nets["b"]), all_adamw(nets, 0.1, "b."))])
+    moments = {f"b.{kind}/{moment}" for kind in ("weight", "bias") for moment in ("mean", "square")}
+    assert learner.shared.state.keys() == moments
+    before = {n: w.clone() for n, w in learner.weights.items()}
+    for update in learner.updates:
+        update.accumulate(update.objective(part(seed=0)))
+    assert [update.step(1.0).get("moved") for update in learner.updates] == [1.0, None]
+    assert seen[0].shape == (sum(p.numel() for p in nets["a"].parameters()),) and seen[0].any()
+    assert torch.equal(learner.weights["a.bias"], before["a.bias"] + 1)
+    assert torch.equal(learner.weights["a.weight"], before["a.weight"])
+    assert not torch.equal(learner.weights["b.weight"], before["b.weight"])

@@ -14,7 +14,7 @@ So 1 x 8, 2 x 4 and 8 x 1 micro-batches, on any number of replicas, give the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -26,7 +26,7 @@ from whorl.nn.norm import BatchNorm
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.average import Average, Averages
-from whorl.train.learner.update import ApplyGradient, GradHook, ParamOptim, Update, check_updates
+from whorl.train.learner.update import GradHook, ParamOptim, Update, check_updates
 from whorl.train.learner.zero1 import partition_parameters
 from whorl.train.optim.clipping import clip_scale, squared_norm, sum_replicas
 from whorl.train.optim.flat_views import contiguous_zeros, flatten_views
@@ -64,6 +64,7 @@ class SharedState:
         *,
         contiguous: bool = False,
         bf16_matrices: bool = False,
+        stateless: Collection[str] = (),
     ) -> SharedState:
         """Allocate the tensors of `networks`.
 
@@ -71,6 +72,7 @@ class SharedState:
             max_rows: upper bound on lookups in one table per replica and step.
             contiguous: place all AdamW parameters in one flat buffer (one replica): an update is a few operations.
             bf16_matrices: store Muon's matrices in bf16 (`stochastic_rounding.py`).
+            stateless: parameters that no optimizer moves, and that therefore have no moments.
         """
         device = next(networks.parameters()).device
 
@@ -84,13 +86,9 @@ class SharedState:
         if contiguous:
             by_adamw = {n for n, p in param_optims.items() if p.optimizer == "adamw"}
             one = {n: p for n, p in networks.named_parameters() if n in by_adamw}
-            flat_groups = [contiguous_zeros(one) for _ in range(4)]
-            weights, gradients = flat_groups[0], {n: t[None] for n, t in flat_groups[1].items()}
-            state = {
-                f"{n}/{m}": t
-                for m, part in zip(("mean", "square"), flat_groups[2:], strict=True)
-                for n, t in part.items()
-            }
+            weights, gradients = contiguous_zeros(one), {n: t[None] for n, t in contiguous_zeros(one).items()}
+            moved = {n: p for n, p in one.items() if n not in stateless}
+            state = {f"{n}/{m}": t for m in ("mean", "square") for n, t in contiguous_zeros(moved).items()}
         for name, p in networks.named_parameters():
             if name in weights:
                 weights[name].copy_(p.detach())
@@ -107,7 +105,8 @@ class SharedState:
                 state[f"{name}/square"] = shared(p.shape[0])
             else:
                 gradients[name] = shared(replicas, *p.shape)
-                for moment, size in get_optimizer(rule).state_spec(tuple(p.shape)).items():
+                spec = {} if name in stateless else get_optimizer(rule).state_spec(tuple(p.shape))
+                for moment, size in spec.items():
                     state[f"{name}/{moment}"] = shared(*size)
         buffers = {}
         for name, module, _, buffer in stored_buffers(networks):
@@ -120,6 +119,13 @@ class SharedState:
             buffers[name].copy_(buffer)
         has_gradient = shared(replicas, len(gradients), dtype=torch.bool)
         return cls(weights, state, gradients, ids, values, buffers, has_gradient)
+
+    @classmethod
+    def for_updates(cls, networks: nn.Module, updates: Sequence[Update]) -> SharedState:
+        """Allocate for one replica, without moments of the parameters that an update moves itself (`Update.apply`)."""
+        param_optims = {n: t for update in updates for n, t in update.param_optims.items()}
+        stateless = {n for update in updates if update.apply is not None for n in update.param_optims}
+        return cls.allocate(networks, param_optims, contiguous=True, stateless=stateless)
 
     def allocate_averages(self, replicas: int) -> None:
         """Allocate averages of all weights, initialized with the weights."""
@@ -173,9 +179,8 @@ class Learner:
         steps_done: int = 0,
     ) -> None:
         check_updates(networks, list(updates), averages)
-        param_optims = {n: t for update in updates for n, t in update.param_optims.items()}
         self.networks, self.process_group = networks, process_group or ProcessGroup()
-        self.shared = shared or SharedState.allocate(networks, param_optims, contiguous=True)
+        self.shared = shared or SharedState.for_updates(networks, updates)
         self.rounds = steps_done
         for name, p in networks.named_parameters():
             p.data = self.shared.weights[name]
@@ -217,7 +222,7 @@ class UpdateState:
             return self.shared.state[name]
 
         self.optimizers: list[Optimizer] = []
-        for rule in update.dense_optimizers:
+        for rule in update.dense_optimizers if update.apply is None else ():
             own = {n: data[n] for n in update.names_for(rule) if n in self.local_shard}
             of_all = {n: tuple(shapes[n]) for n in update.names_for(rule)}
             chosen = {n: update.param_optims[n] for n in own}
@@ -333,10 +338,11 @@ class UpdateState:
         if (hook := self._due_hook()) is not None:
             hook.on_gradients(gradients, clipped)
         if self.update.apply is not None:
-            metrics |= self._apply(self.update.apply)
-        else:
-            for optimizer in self.optimizers:
-                optimizer.step(gradients, lr_scale)
+            flat = torch.cat([gradients[n].flatten() for n in self.dense_names])
+            with torch.enable_grad():
+                metrics |= self.update.apply([self.named[n] for n in self.dense_names], flat)
+        for optimizer in self.optimizers:
+            optimizer.step(gradients, lr_scale)
         for tensor, value in kept:
             tensor.copy_(value)
         self._set_steps(self.steps + 1)
@@ -347,12 +353,6 @@ class UpdateState:
             scaler.on_step_end()
         self.process_group.all_gather_scalars()
         return metrics
-
-    def _apply(self, apply: ApplyGradient) -> dict[str, float]:
-        """Let `apply` move the parameters, in the order of their names here."""
-        flat = torch.cat([self.reduced_gradients[n].flatten() for n in self.dense_names])
-        with torch.enable_grad():
-            return apply([self.named[n] for n in self.dense_names], flat)
 
     def _due_hook(self) -> GradHook | None:
         return self.grad_hook if self.grad_hook is not None and self.grad_hook.is_due() else None

@@ -99,7 +99,8 @@ class Update:
         accept_step: maps a step's metrics to whether the step is applied (see `accept_if_finite`, `spike_guard.py`).
         loss_scaler: for fp16.
         rounding: of matrices stored in bf16.
-        apply: moves the parameters in place of the optimizers: the parameters and their flat mean gradient [P] -> metrics.
+        apply: moves the parameters in place of the optimizers, which then have no state: the parameters and their flat
+            mean gradient [P] -> metrics.
         native: run the passes over memory in C++ (`nn/cpu/update.py`) where the types allow it.
     """
 
