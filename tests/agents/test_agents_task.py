@@ -77,6 +77,16 @@ def test_actor_process_equals_serial_actor() -> None:
     assert torch.equal(line[0]["observation"][-1], line[1]["observation"][0])
 
 
+def test_restored_observations_keep_their_layout() -> None:
+    """CartPole's observations are a transposed state: the contiguous ones of a checkpoint changed products' last bits."""
+    actor, restored = Actor(config := make_config("ppo", "CartPole-v1", n_envs=2), 1), Actor(config, 2)
+    actor.setup()
+    restored.setup()
+    restored.load_state_dict({name: t.clone().contiguous() for name, t in actor.state_dict().items()})
+    assert torch.equal(restored._observation, actor._observation)
+    assert restored._observation.stride() == actor._observation.stride() == (1, 2)
+
+
 def test_truncation_bootstraps_from_final_observation() -> None:
     config = make_config("a2c", "CartPole-v1", n_envs=4, n_steps=60, hidden=(8,))
     environment, networks, board = make_board("CartPole-v1", 4)

@@ -1,8 +1,12 @@
-"""Every method is one short file on the one loop, and a run that dies continues with the same bits."""
+"""Every method is one short file on the one loop, and a run that gets SIGKILL continues with the same bits."""
 
 from __future__ import annotations
 
+import os
+import random
 import re
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,13 @@ import pytest
 import torch
 
 from whorl.agents import methods
+from whorl.agents.methods.method import MethodConfig
 from whorl.agents.methods.registration import METHODS, make_config
-from whorl.agents.task import train
+from whorl.agents.task import TrainingProgress, train
+from whorl.machine.process import Channel, Child
 
 FILES = sorted(Path(methods.__file__).parent.glob("*.py"))
-SMALL: dict[str, Any] = {"hidden": (8,), "n_envs": 2, "n_steps": 16, "steps": 640}
+SMALL: dict[str, Any] = {"hidden": (8,), "n_envs": 2, "n_steps": 16, "steps": 320}
 REPLAY = {"learning_starts": 64, "batch_size": 8, "updates_per_step": 0.1, "capacity": 400}
 
 
@@ -25,32 +31,35 @@ def test_method_has_no_loop_over_steps_and_no_optimizer(file: Path) -> None:
     assert len(text.splitlines()) <= 200
 
 
-class Dies(Exception):
-    pass
+def small_config(name: str) -> MethodConfig:
+    """Settings of a run of 10 rollouts in an environment that suits the method."""
+    method = METHODS[name]
+    suited = {"discrete": "CartPole-v1", "vectors": "Pendulum-v1", "any": "CartPole-v1"}[method.actions]
+    environment = "CostlyGrid-v0" if method.needs_costs else suited
+    replay = REPLAY if "capacity" in method.Config.model_fields else {}
+    return make_config(name, environment, **SMALL, **replay, actors=0)
+
+
+def train_and_die(_: Channel, name: str, folder: Path, rollouts: int) -> None:
+    """Train, and get SIGKILL after `rollouts` rollouts, as soon as there is a checkpoint."""
+
+    def die(progress: TrainingProgress, _: Any) -> None:
+        if progress.steps >= rollouts * 32:
+            while not any(folder.glob("step-*")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(small_config(name), die, scratch=folder, checkpoint_seconds=0.0)
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_run_that_dies_ends_with_the_same_weights(name: str, tmp_path: Path) -> None:
-    method = METHODS[name]
-    environment = (
-        "CostlyGrid-v0"
-        if method.needs_costs
-        else "Pendulum-v1"
-        if method.actions == "vectors"
-        else "CartPole-v1"
-    )
-    replay = REPLAY if "capacity" in method.Config.model_fields else {}
-    config = make_config(name, environment, **SMALL, **replay, actors=0)
-
-    def die(progress: Any, _: Any) -> None:
-        if progress.steps >= 320:
-            raise Dies
-
-    whole = train(config)
-    with pytest.raises(Dies):
-        train(config, die, scratch=tmp_path, checkpoint_seconds=0.0)
+def test_killed_method_ends_with_the_same_weights(name: str, tmp_path: Path) -> None:
+    rollouts = random.Random(name).randrange(2, 10)
+    child = Child(f"{__name__}:train_and_die", name, tmp_path, rollouts, preload=("whorl.agents.task",))
+    whole = train(small_config(name))
+    assert child.wait(60) == -signal.SIGKILL, child.exit_description()
     lines = list[str]()
-    again = train(config, scratch=tmp_path, log=lines.append)
+    again = train(small_config(name), scratch=tmp_path, log=lines.append)
     assert any("continues at step" in line for line in lines)
     for (key, a), b in zip(whole.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b), key

@@ -89,12 +89,13 @@ class Actor:
         return {**state, **own, "seen": self._observation} if state else {}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore the state of another actor."""
+        """Restore the state of another actor; an empty one changes nothing."""
+        if not state:
+            return
         self._envs.load_state_dict(state)
-        self._observation = state.get("seen", self._observation)
-        self._exploration.state = {
-            n: state[f"exploration/{n}"].clone() for n in self._exploration.state if state
-        }
+        # The layout in memory of `reset`'s observations: products of matrices with another one differ in the last bits.
+        self._observation = self._observation.clone().copy_(state["seen"])
+        self._exploration.state = {n: state[f"exploration/{n}"].clone() for n in self._exploration.state}
 
     def fill(self, slot: Slot[Any], weights: BoardReader, rng: np.random.Generator) -> int:
         """Write T steps into the slot and return T * B."""

@@ -173,8 +173,7 @@ class AgentTask(Task[Rollouts]):
         self.local_actors = self.actors if not config.actors else []
         for actor in self.local_actors:
             actor.setup()
-            if self.actor_state:
-                actor.load_state_dict(self.actor_state)
+            actor.load_state_dict(self.actor_state)
         self.learner = learner
         self.board = Board.from_tensors(self._acted_weights())
         self.sync_weights(first)
