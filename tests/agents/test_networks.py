@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from whorl.agents.environments.environment import Spaces
+from whorl.agents.environments.registration import make_tables
 from whorl.agents.methods.registration import make_config
 from whorl.agents.networks import Critics, Pixels, QNetworks
 from whorl.agents.task import evaluate, train
@@ -52,6 +53,14 @@ def test_methods_learn_from_pixels(method: str, environment: str) -> None:
     networks = train(config)
     assert any(p.dim() == 4 for p in networks.parameters())  # a convolution
     assert np.mean(evaluate(config, networks, 100, 1)) >= 0.95
+
+
+def test_pixels_have_no_table_to_solve() -> None:
+    message = (
+        r"BrightSide-v0 has no table of transitions: it has pixels of shape \(1, 10, 10\)(.|\n)*rl train dqn"
+    )
+    with pytest.raises(ConfigError, match=message):
+        make_tables("BrightSide-v0")
 
 
 def test_images_too_small_are_refused() -> None:

@@ -10,10 +10,12 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
+from whorl.agents.environments.registration import make_tables
 from whorl.agents.methods.cpo import solve_dual
 from whorl.agents.methods.natural_gradient import conjugate_gradients, fisher_product, line_search
 from whorl.agents.methods.registration import make_config
 from whorl.agents.rollout import Actor, rollout_spec
+from whorl.agents.tabular import expected_total
 from whorl.agents.task import open_method, train
 from whorl.errors import ConfigError
 from whorl.slots import Board, FIFOReader, SerialProducer, SlotRing
@@ -62,16 +64,42 @@ def test_direction_equals_an_explicit_fisher_solve(environment: str) -> None:
     torch.testing.assert_close(found, torch.linalg.solve(damped, gradient), rtol=1e-4, atol=1e-6)
 
 
-def test_step_stays_within_the_kl_limit_and_in_shared_memory() -> None:
-    method, networks, part = first_minibatch("trpo", "CartPole-v1", kl_limit=0.01)
+def policy_and_gradient(method: Any, networks: Any, part: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The parameters of the policy and the mean gradient of its loss, with which `Method.move` is called."""
     parameters = [p for n, p in networks.named_parameters() if "value." not in n]
-    memory, before = [p.data_ptr() for p in parameters], [p.detach().clone() for p in parameters]
     loss = method.policy_loss(networks, part)
     pieces = torch.autograd.grad(loss.total / loss.count, parameters)
-    metrics = method.move(networks, parameters, torch.cat([p.flatten() for p in pieces]))
-    assert 0 < metrics["kl"] <= 0.01 and metrics["step_share"] > 0
+    return parameters, torch.cat([p.flatten() for p in pieces])
+
+
+@pytest.mark.parametrize("environment", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("max_kl", [1e-4, 0.01, 0.5])
+def test_accepted_step_keeps_the_kl_limit(environment: str, max_kl: float) -> None:
+    method, networks, part = first_minibatch("trpo", environment, kl_limit=max_kl)
+    parameters, gradient = policy_and_gradient(method, networks, part)
+    memory, before = [p.data_ptr() for p in parameters], [p.detach().clone() for p in parameters]
+    (loss,) = method.losses(networks)
+    metrics = method.move(networks, parameters, gradient)
+    assert 0 < metrics["kl"] <= max_kl and metrics["step_share"] > 0
+    assert method.kl(networks, part).item() == metrics["kl"] and method.losses(networks)[0] < loss
     assert [p.data_ptr() for p in parameters] == memory
     assert any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+
+
+def test_step_that_improves_nothing_leaves_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    method, networks, part = first_minibatch("trpo", "Pendulum-v1")
+    parameters, gradient = policy_and_gradient(method, networks, part)
+    before = [p.detach().clone() for p in parameters]
+    monkeypatch.setattr(method, "improves", lambda old, new: False)
+    assert method.move(networks, parameters, gradient) == {"step_share": 0.0, "kl": 0.0}
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+
+
+def test_every_step_of_a_run_keeps_the_kl_limit() -> None:
+    found: list[dict[str, float]] = []
+    config = make_config("trpo", "CartPole-v1", steps=4096, hidden=(16,), kl_limit=0.005)
+    train(config, lambda progress, _: found.append(progress.metrics))
+    assert len(found) == 4 and all(0 < step["kl"] <= 0.005 for step in found)
 
 
 def test_line_search_restores_weights_if_no_step_is_accepted() -> None:
@@ -125,3 +153,23 @@ def test_cpo_lowers_a_cost_above_its_limit() -> None:
     config = make_config("cpo", "CostlyGrid-v0", steps=30_000, cost_limit=0.5)
     train(config, lambda progress, _: excess.append(progress.metrics["excess_cost"]))
     assert np.mean(excess[:3]) > 0.1 and np.mean(excess[-5:]) < 0.05
+
+
+def test_recovery_lowers_the_cost_if_no_step_keeps_the_limit() -> None:
+    """The excess is more than the trust region can remove. The expected cost comes from the grid's tables."""
+    method, networks, part = first_minibatch("cpo", "CostlyGrid-v0")
+    part["excess"] = torch.tensor(10.0)
+    parameters, gradient = policy_and_gradient(method, networks, part)
+    tables = make_tables("CostlyGrid-v0")
+    assert tables.cost is not None
+
+    def expected_cost() -> float:
+        with torch.no_grad():
+            policy = networks.policy(torch.eye(len(tables.terminal))).softmax(-1)
+        return expected_total(tables, policy.double().numpy(), tables.cost)
+
+    cost, surrogate = expected_cost(), method.losses(networks)[1]
+    metrics = method.move(networks, parameters, gradient)
+    assert method.recovering and "cost_multiplier" not in metrics
+    assert 0 < metrics["kl"] <= method.config.kl_limit and metrics["step_share"] > 0
+    assert method.losses(networks)[1] < surrogate and expected_cost() < cost

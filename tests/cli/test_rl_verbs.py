@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,42 @@ def test_methods_lists_methods_and_settings_of_one(tmp_path: Path) -> None:
     # The description of a field whose default alone is overridden is that of the parent.
     assert "128" in settings["batch_size"] and "steps in a minibatch" in settings["batch_size"]
     assert "did you mean 'sac'" in refuse(tmp_path, "rl", "methods", "sacc")
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (("dqn", "Pendulum-v1"), ("dqn cannot act in Pendulum-v1", "discrete actions", "whorl rl methods")),
+        (
+            ("cpo", "CartPole-v1"),
+            ("cpo limits costs, and CartPole-v1 has none", "CostlyGrid-v0", "trpo or ppo"),
+        ),
+        (
+            ("sac", "Pendulum-v1", "--set", "capacity=1_000_000_000_000"),
+            ("a replay of 1,000,000,000,000 rows needs 27,000,000,000,000 bytes", "free", "lower capacity"),
+        ),
+    ],
+    ids=["actions", "costs", "memory"],
+)
+def test_what_cannot_run_is_refused_before_a_store(
+    tmp_path: Path, words: tuple[str, ...], messages: tuple[str, ...]
+) -> None:
+    message = refuse(tmp_path, "rl", "train", *words)
+    assert all(part in message for part in messages), message
+    assert not [*tmp_path.iterdir()]
+
+
+def test_environment_without_its_packages_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gymnasium")
+    for name in [n for n in sys.modules if n.startswith("gymnasium.envs.mujoco")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "mujoco", None)
+    message = refuse(tmp_path, "rl", "train", "sac", "HalfCheetah-v5")
+    assert "missing package for the environment 'HalfCheetah-v5'" in message
+    assert "mujoco" in message.lower() and "install" in message
+    assert not [*tmp_path.iterdir()]
 
 
 def test_train_names_page_and_next_command(trained: Path) -> None:

@@ -60,7 +60,7 @@ def train(
 
         whorl rl train dqn CartPole-v1 --set exploration.end=0.1 --set duelling=true
     """
-    from whorl.agents.task import open_method
+    from whorl.agents.task import AgentTask
     from whorl.errors import ConfigError
     from whorl.recipes import parse_recipe, run_recipe
     from whorl.recipes.steps.agents import AgentsConfig
@@ -78,7 +78,7 @@ def train(
     recipe = parse_recipe(f'name = "rl"\n[steps.{name}]\nuses = "agents"\n', "whorl rl train", sets=sets)
     config = recipe.steps[name].config
     assert isinstance(config, AgentsConfig)
-    open_method(config.agent(0))  # raises for impossible settings before a store is made
+    AgentTask(config.agent(0))  # raises for impossible settings before a store is made
     progress = Progress()
     artifact = run_recipe(recipe, Store(store), progress).artifacts[name]
     progress.log(f"page:   {artifact.file('curve.html')}")

@@ -92,10 +92,12 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
 
     from whorl.agents.saved_agent import restore_networks, value_map
     from whorl.agents.seed_statistics import summarize_seeds
-    from whorl.agents.task import open_method
+    from whorl.agents.task import AgentTask
     from whorl.report.agents import return_card, training_blocks, try_recording
 
-    open_method(config.agent(config.seed))  # raises for an unusable environment before any work
+    AgentTask(
+        config.agent(config.seed)
+    )  # raises for what cannot run, as a replay larger than memory, before any work
     results = [_train_seed(ctx, config, seed) for seed in range(config.seed, config.seed + config.seeds)]
     scores = [result["score"] for result in results]
     returns = summarize_seeds([scores], np.random.default_rng(0))
