@@ -95,9 +95,7 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
     from whorl.agents.task import AgentTask
     from whorl.report.agents import return_card, training_blocks, try_recording
 
-    AgentTask(
-        config.agent(config.seed)
-    )  # raises for what cannot run, as a replay larger than memory, before any work
+    AgentTask(config.agent(config.seed))  # raises for what cannot run, before any work
     results = [_train_seed(ctx, config, seed) for seed in range(config.seed, config.seed + config.seeds)]
     scores = [result["score"] for result in results]
     returns = summarize_seeds([scores], np.random.default_rng(0))
