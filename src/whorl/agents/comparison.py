@@ -88,10 +88,7 @@ def read_agents(artifacts: Sequence[Artifact]) -> list[TrainedAgent]:
     agents = []
     for artifact, result in zip(artifacts, results, strict=True):
         same = [r for r in results if all(r[n] == result[n] for n in ("method", "environment"))]
-        settings = [
-            {**_flat(r["settings"]), "steps": r["steps"], "seeds": r["seeds"], "seed": r["seed"]}
-            for r in same
-        ]
+        settings = [{**_flat(r["settings"]), **{n: r[n] for n in ("steps", "seeds", "seed")}} for r in same]
         mine = settings[next(i for i, other in enumerate(same) if other is result)]
         differing = [f"{n}={v}" for n, v in mine.items() if any(s.get(n) != v for s in settings)]
         agents.append(TrainedAgent(" ".join([result["method"], *differing]), artifact.label, result))
@@ -102,12 +99,8 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of nested tables under dotted names."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        inner = (
-            {f"{name}.{n}": v for n, v in _flat(value).items()}
-            if isinstance(value, Mapping)
-            else {name: value}
-        )
-        found |= inner
+        nested = isinstance(value, Mapping)
+        found |= {f"{name}.{n}": v for n, v in _flat(value).items()} if nested else {name: value}
     return found
 
 
@@ -136,7 +129,9 @@ def compare(agents: Sequence[TrainedAgent], rng: np.random.Generator) -> AgentCo
                     f"there is no agent {name} on {environment}", expected="every method on every environment",
                     do=f"give it, or compare on one environment: {', '.join(environments)}",
                 )  # fmt: skip
-    tasks = {n: [_scaled(found, n, e, raw=len(environments) == 1) for e in environments] for n in names}
+    tasks = {n: [found[n, e].returns for e in environments] for n in names}
+    if len(environments) > 1:
+        tasks = {n: [_scaled(found[n, e], agents) for e in environments] for n in names}
     every = np.concatenate([scores for each in tasks.values() for scores in each])
     thresholds = np.linspace(every.min(), every.max(), PROFILE_POINTS)
     return AgentComparison(
@@ -153,21 +148,14 @@ def return_curve(
     result: dict[str, Any], rng: np.random.Generator, metric: str = "return"
 ) -> SummaryCurve | None:
     """Return the curve of a metric over the seeds of a result.json; None if a seed has none."""
-    curves = [
-        tuple(map(list, zip(*curve[metric], strict=True))) for curve in result["curves"] if curve[metric]
-    ]
-    if len(curves) < len(result["curves"]):
+    curves = [curve[metric] for curve in result["curves"]]
+    if not all(curves):
         return None
-    return interquartile_curve([(x, y) for x, y in curves], rng)
+    return interquartile_curve([([x for x, _ in curve], [y for _, y in curve]) for curve in curves], rng)
 
 
-def _scaled(
-    found: dict[tuple[str, str], TrainedAgent], name: str, environment: str, *, raw: bool
-) -> list[float]:
-    """Return the returns of an agent, or with `raw=False` their place between the lowest and highest of all agents."""
-    returns = found[name, environment].returns
-    if raw:
-        return returns
-    every = [r for (_, other), agent in found.items() if other == environment for r in agent.returns]
+def _scaled(agent: TrainedAgent, agents: Sequence[TrainedAgent]) -> list[float]:
+    """Return the place of an agent's returns between the lowest and the highest of all agents on its environment."""
+    every = [r for other in agents if other.environment == agent.environment for r in other.returns]
     low, high = min(every), max(every)
-    return [(r - low) / (high - low) if high > low else 0.5 for r in returns]
+    return [(r - low) / (high - low) if high > low else 0.5 for r in agent.returns]

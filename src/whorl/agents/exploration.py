@@ -44,19 +44,11 @@ class ExplorationConfig(BaseModel):
     start: float = Field(
         default=1.0, ge=0, le=1, description="epsilon: probability of a random action at first"
     )
-    end: float = Field(
-        default=0.05, ge=0, le=1, description="epsilon: the same, from `fraction` of the run on"
-    )
+    end: float = Field(default=0.05, ge=0, le=1, description="epsilon: the same, after `fraction` of the run")
     fraction: float = Field(default=0.1, gt=0, le=1, description="epsilon: part of the run in which it falls")
-    scale: float = Field(
-        default=0.1, ge=0, description="gaussian, ou: deviation, in halves of the action's range"
-    )
-    random_steps: int = Field(
-        default=0, ge=0, description="environment steps with uniform random actions at first"
-    )
-    bonus: float = Field(
-        default=0.0, ge=0, description="reward for a state seen once; falls as 1 / sqrt(visits)"
-    )
+    scale: float = Field(default=0.1, ge=0, description="gaussian, ou: deviation, in halves of the range")
+    random_steps: int = Field(default=0, ge=0, description="first environment steps, with random actions")
+    bonus: float = Field(default=0.0, ge=0, description="reward for a new state; falls as 1 / sqrt(visits)")
 
     def probability(self, steps_done: int, steps: int) -> float:
         """Return the probability of a random action after `steps_done` of `steps` environment steps."""
@@ -100,23 +92,17 @@ class Exploration:
         self.state: dict[str, Tensor] = {}
         if config.kind == "ou":
             self.state["noise"] = torch.zeros(n_envs, spaces.action_size)
-        elif config.kind == "repeat":
-            self.state["left"] = torch.zeros(
-                n_envs, dtype=torch.int64
-            )  # steps for which the action is repeated
-            self.state["action"] = torch.zeros(n_envs, dtype=torch.int64)
-        elif config.kind == "ensemble":
-            self.state["member"] = torch.zeros(n_envs, dtype=torch.int64)  # 1 to K; 0: to be drawn
+        # left: steps for which `action` is repeated; member: 1 to K, or 0 if it is to be drawn
+        for name in {"repeat": ("left", "action"), "ensemble": ("member",)}.get(config.kind, ()):
+            self.state[name] = torch.zeros(n_envs, dtype=torch.int64)
         self.low, self.high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
         self.half_range = (self.high - self.low) / 2
 
     def start(self, n_steps: int, generator: torch.Generator, steps_done: int, steps: int) -> None:
         """Draw all random numbers of a rollout, after `steps_done` environment steps of a run of `steps`."""
         shape, vector = (n_steps, self.n_envs), (n_steps, self.n_envs, self.spaces.action_size)
-        discrete = self.spaces.n_actions is not None
-        self.noise = (
-            torch.rand(shape, generator=generator) if discrete else torch.randn(vector, generator=generator)
-        )
+        draw, size = (torch.randn, vector) if self.spaces.n_actions is None else (torch.rand, shape)
+        self.noise = draw(size, generator=generator)
         probability = self.config.probability(steps_done, steps)
         self.random: Tensor | None = None  # [T, B] whether a random action begins
         if probability:
@@ -150,15 +136,12 @@ class Exploration:
             chosen = self.random[t] if action.dim() == 1 else self.random[t][:, None]
             action = torch.where(chosen, self.random_action[t], action)
         elif kind == "gaussian":
-            action = self._within(action + self.config.scale * self.half_range * self.noise[t])
+            action = (action + self.config.scale * self.half_range * self.noise[t]).clamp(self.low, self.high)
         elif kind == "ou":
             drift = self.config.scale * self.half_range * self.noise[t] * (2 * OU_RATE) ** 0.5
             state["noise"] = (1 - OU_RATE) * state["noise"] + drift
-            action = self._within(action + state["noise"])
+            action = (action + state["noise"]).clamp(self.low, self.high)
         return action, output
-
-    def _within(self, action: Tensor) -> Tensor:
-        return torch.minimum(torch.maximum(action, self.low), self.high)
 
     def end_step(self, ended: Tensor) -> None:
         """Forget the state of copies whose episode ended. ended: [B]."""

@@ -41,10 +41,7 @@ class Pixels(nn.Module):
         first = nn.Conv2d(shape[0], 16, size, stride)
         second = nn.Conv2d(16, 32, size // 2 + size % 2, 2 if side >= 9 else 1)
         for convolution in (first, second):
-            with torch.no_grad():
-                nn.init.orthogonal_(convolution.weight, math.sqrt(2), generator=generator)
-                assert convolution.bias is not None
-                convolution.bias.zero_()
+            _initialize(convolution, math.sqrt(2), generator)
         self.layers = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten())
         self.n_out: int = self.layers(torch.zeros(1, *shape)).shape[1]
 
@@ -54,33 +51,34 @@ class Pixels(nn.Module):
         return out.view(*observation.shape[:-1], self.n_out)
 
 
+def _initialize(layer: nn.Conv2d | nn.Linear, gain: float, generator: torch.Generator) -> None:
+    """Set orthogonal weights and a bias of 0."""
+    nn.init.orthogonal_(layer.weight, gain, generator=generator)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+
+
 def make_network(
     spaces: Spaces, hidden: Sequence[int], n_out: int, output_gain: float, generator: torch.Generator,
     activation: type[nn.Module] = nn.Tanh,
 ) -> nn.Sequential:  # fmt: skip
     """Return a network of observations: layers with an activation between them, after convolutions for pixels."""
-    if spaces.observation_dtype != torch.uint8:
-        return mlp([math.prod(spaces.observation_shape), *hidden, n_out], output_gain, generator, activation)
-    pixels = Pixels(spaces.observation_shape, generator)
-    return nn.Sequential(pixels, *mlp([pixels.n_out, *hidden, n_out], output_gain, generator, activation))
+    pixels = [Pixels(spaces.observation_shape, generator)] if spaces.observation_dtype == torch.uint8 else []
+    n_in = pixels[0].n_out if pixels else math.prod(spaces.observation_shape)
+    layers: list[nn.Module] = [*pixels]
+    for width in hidden:
+        _initialize(linear := nn.Linear(n_in, width), math.sqrt(2), generator)
+        layers += [linear, activation()]
+        n_in = width
+    _initialize(last := nn.Linear(n_in, n_out), output_gain, generator)
+    return nn.Sequential(*layers, last)
 
 
-def mlp(
-    sizes: Sequence[int],
-    output_gain: float,
-    generator: torch.Generator,
-    activation: type[nn.Module] = nn.Tanh,
-) -> nn.Sequential:
-    """Return linear layers with an activation between them."""
-    layers: list[nn.Module] = []
-    for number, (n_in, n_out) in enumerate(pairwise(sizes)):
-        last = number == len(sizes) - 2
-        linear = nn.Linear(n_in, n_out)
-        with torch.no_grad():
-            nn.init.orthogonal_(linear.weight, output_gain if last else math.sqrt(2), generator=generator)
-            linear.bias.zero_()
-        layers += [linear] if last else [linear, activation()]
-    return nn.Sequential(*layers)
+def draw_action(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Return actions [B] of the distributions with logits [B, A], by draws [B] from [0, 1)."""
+    cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
+    # The first action whose cumulative probability exceeds the draw. The last sum is always 1, up to rounding.
+    return (cumulative[:, :-1] <= uniform[:, None]).sum(dim=-1)
 
 
 class ActorCritic(nn.Module):
@@ -104,17 +102,12 @@ class ActorCritic(nn.Module):
         return out
 
     def act(self, observation: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return actions and distribution parameters (logits [B, A] or means [B, k]) for observations [B, d].
-
-        noise: [B] uniform in [0, 1) for discrete actions, [B, k] standard normal for vectors.
-        """
+        """Return actions and distribution parameters (logits [B, A] or means [B, k]); see `Method.act`."""
         output = self.policy(observation)
         if not self.discrete:
             assert self.log_width is not None
             return output + self.log_width.exp() * noise, output
-        cumulative = output.softmax(dim=-1).cumsum(dim=-1)
-        # The first action whose cumulative probability exceeds the draw. The last sum is always 1, up to rounding.
-        return (cumulative[:, :-1] <= noise[:, None]).sum(dim=-1), output
+        return draw_action(output, noise), output
 
     def greedy_action(self, observation: Tensor) -> Tensor:
         """Return the most likely action of each observation [B, d]."""
@@ -242,9 +235,8 @@ class PolicyAndCritics(nn.Module):
         super().__init__()
         self.policy = make_network(spaces, hidden, n_out, 0.01, generator, nn.ReLU)
         vectors = spaces.action_size if spaces.n_actions is None else 0
-        self.critics = Critics(
-            n_critics, spaces, hidden, spaces.n_actions or 1, generator, action_size=vectors
-        )
+        per_state = spaces.n_actions or 1
+        self.critics = Critics(n_critics, spaces, hidden, per_state, generator, action_size=vectors)
         self.target_critics = deepcopy(self.critics).requires_grad_(False)
         if target_policy:
             self.target_policy = deepcopy(self.policy).requires_grad_(False)
@@ -256,10 +248,10 @@ class PolicyAndCritics(nn.Module):
                 do="use ppo or trpo, or bound the actions of the environment",
             )  # fmt: skip
         low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
-        self.register_buffer("middle", (low + high) / 2, persistent=False)
-        self.register_buffer("half_range", (high - low) / 2, persistent=False)
         self.middle: Tensor
         self.half_range: Tensor
+        self.register_buffer("middle", (low + high) / 2, persistent=False)
+        self.register_buffer("half_range", (high - low) / 2, persistent=False)
 
     def squash(self, output: Tensor) -> Tensor:
         """Map numbers [..., k] to actions within the bounds."""

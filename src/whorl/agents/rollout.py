@@ -77,9 +77,8 @@ class Actor:
         self._method = make_method(self.config, self._envs.spaces)
         self._networks = self._method.make_networks(torch.Generator())
         self._observation = self._envs.reset(self.seed).flatten(1)
-        self._exploration = Exploration(
-            self.config.exploration, self._envs.spaces, self.config.n_envs, self._method.n_members
-        )
+        given = self.config.exploration, self._envs.spaces, self.config.n_envs, self._method.n_members
+        self._exploration = Exploration(*given)
         self._steps = 0
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -115,35 +114,31 @@ class Actor:
         n_steps, n_envs = rollout["reward"].shape
         generator = torch.Generator().manual_seed(seed)
         self._exploration.start(n_steps, generator, sequence * n_steps * n_envs, self.config.steps)
-        outputs, costs, steps = [], [], {name: list[torch.Tensor]() for name in STEP_FIELDS}
+        outputs, costs, steps = [], [], list[tuple[torch.Tensor, ...]]()
         for t in range(n_steps):
-            steps["observation"].append(observation)
             action, output = self._exploration.act(method, networks, observation, t)
             outputs.append(output)
             transition = envs.step(action)
-            steps["action"].append(action)
-            steps["reward"].append(transition.reward)
-            steps["terminated"].append(transition.terminated)
-            steps["truncated"].append(transition.truncated)
-            steps["final_observation"].append(transition.final_observation.flatten(1))
+            _, reward, terminated, truncated, final, _ = transition
+            steps.append((observation, action, reward, terminated, truncated, final.flatten(1)))
             if transition.cost is not None:
                 costs.append(transition.cost)
             if self._exploration.state:
-                self._exploration.end_step(transition.terminated | transition.truncated)
+                self._exploration.end_step(terminated | truncated)
             observation = transition.observation.flatten(1)
-        steps["observation"].append(observation)
-        for name, values in steps.items():  # stacked once: the cost is per operation, not per byte
-            torch.stack(values, out=rollout[name])
+        rollout["observation"][n_steps] = observation
+        # Stacked once: the cost is per operation, not per byte.
+        for name, values in zip(STEP_FIELDS, zip(*steps, strict=True), strict=True):
+            torch.stack(values, out=rollout[name][:n_steps])
         rollout["behaviour_log_prob"][:] = method.log_prob(networks, torch.stack(outputs), rollout["action"])
         rollout["cost"].copy_(torch.stack(costs)) if costs else rollout["cost"].zero_()
         if not rollout["reward"].isfinite().all():
             t, copy = (~rollout["reward"].isfinite()).nonzero()[0].tolist()
+            where = f"{rollout['reward'][t, copy]:g} at step {self._steps + t + 1} of copy {copy}"
             raise ConfigError(
-                f"the reward of {self.config.environment} is {rollout['reward'][t, copy]:g} at step {self._steps + t + 1} "
-                f"of copy {copy}",
-                expected="a finite number",
-                do="correct the environment's reward",
-            )
+                f"the reward of {self.config.environment} is {where}",
+                expected="a finite number", do="correct the environment's reward",
+            )  # fmt: skip
         self._steps += n_steps
         self._observation = observation
 

@@ -45,9 +45,8 @@ def load_agent(artifact: Artifact, seed: int | None = None) -> tuple[MethodConfi
     if seed is None:
         seed = seeds[int(np.argmax(result["returns"]))]
     if seed not in seeds:
-        raise ConfigError(
-            f"{artifact.name} has no seed {seed}", expected=f"one of: {', '.join(map(str, seeds))}"
-        )
+        given = ", ".join(map(str, seeds))
+        raise ConfigError(f"{artifact.name} has no seed {seed}", expected=f"one of: {given}")
     changes = {**result["settings"], "steps": result["steps"], "seed": seed}
     config = parse_config(result["method"], result["environment"], changes)
     return config, restore_networks(config, load_file(artifact.file(f"seed-{seed}.safetensors")))
@@ -75,16 +74,16 @@ def value_map(config: MethodConfig, networks: Any) -> dict[str, list[list[Any]]]
     values = method.values(networks, states)
     if values is None:
         return None
-    actions, width = method.greedy_action(networks, states).tolist(), len(tables.rows[0])
-    letters = "".join(tables.rows)
-    cells = [
-        (None, letters[s])
-        if tables.terminal[s] or letters[s] == "C"
-        else (float(values[s]), tables.arrows[a][s])
-        for s, a in enumerate(actions)
-    ]
-    rows = [cells[start : start + width] for start in range(0, len(cells), width)]
+    actions, width, letters = (
+        method.greedy_action(networks, states),
+        len(tables.rows[0]),
+        "".join(tables.rows),
+    )
+    ends = [bool(tables.terminal[s]) or letter == "C" for s, letter in enumerate(letters)]
+    numbers = [None if end else value for end, value in zip(ends, values.tolist(), strict=True)]
+    signs = [letters[s] if ends[s] else tables.arrows[a][s] for s, a in enumerate(actions.tolist())]
+    starts = range(0, len(letters), width)
     return {
-        "values": [[v for v, _ in row] for row in rows],
-        "arrows": [[sign for _, sign in row] for row in rows],
+        "values": [numbers[i : i + width] for i in starts],
+        "arrows": [signs[i : i + width] for i in starts],
     }

@@ -29,9 +29,8 @@ class SeedSummary:
 
     def __format__(self, spec: str) -> str:
         spec = spec or (".1f" if abs(self.mean) >= 10 else ".2f")
-        return (
-            f"{self.mean:{spec}}{'' if self.low is None else f' ({self.low:{spec}} to {self.high:{spec}})'}"
-        )
+        interval = "" if self.low is None else f" ({self.low:{spec}} to {self.high:{spec}})"
+        return f"{self.mean:{spec}}{interval}"
 
     def __str__(self) -> str:
         return format(self)

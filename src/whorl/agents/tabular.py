@@ -92,10 +92,8 @@ def value_iteration(tables: Tables, discount: float) -> Solution:
     Raises:
         ConfigError: the discount is 1, and values have no limit.
     """
-    q, bound = (
-        np.zeros_like(tables.reward),
-        TOLERANCE * (1 - discount) / discount if 0 < discount < 1 else 0.0,
-    )
+    q = np.zeros_like(tables.reward)
+    bound = TOLERANCE * (1 - discount) / discount if 0 < discount < 1 else 0.0
     for iteration in range(1, MAX_SWEEPS):
         last, q = q, action_values_of(tables, q.max(axis=1), discount)
         rounding = 2 * np.finfo(np.float64).eps * np.abs(q).max()
@@ -154,23 +152,15 @@ def constrained_optimum(tables: Tables, discount: float, budget: float) -> Array
 # Learning from steps. q: [K, A] values of the state of each of K copies; policy: [K, A] the acting policy's probabilities.
 
 
-def _of_next_action(q: Array, policy: Array, action: NDArray[np.int64]) -> Array:
-    return np.asarray(q[np.arange(len(q)), action])
-
-
-def _expected(q: Array, policy: Array, action: NDArray[np.int64]) -> Array:
-    return np.asarray((policy * q).sum(axis=1))
-
-
-def _highest(q: Array, policy: Array, action: NDArray[np.int64]) -> Array:
-    return np.asarray(q.max(axis=1))
-
-
-NEXT_VALUES: dict[str, Callable[[Array, Array, NDArray[np.int64]], Array]] = {
-    "monte-carlo": _expected,  # of a truncated episode's last state alone
-    "sarsa": _of_next_action,
-    "expected-sarsa": _expected,
-    "q-learning": _highest,
+NEXT_VALUES: dict[
+    str, Callable[[Array, Array, NDArray[np.int64]], Array]
+] = {  # (q, policy, next action) -> [K]
+    "monte-carlo": lambda q, policy, action: (policy * q).sum(
+        axis=1
+    ),  # of a truncated episode's last state alone
+    "sarsa": lambda q, policy, action: q[np.arange(len(q)), action],
+    "expected-sarsa": lambda q, policy, action: (policy * q).sum(axis=1),
+    "q-learning": lambda q, policy, action: q.max(axis=1),
 }
 ITERATIONS = {"policy-iteration": policy_iteration, "value-iteration": value_iteration}
 
@@ -198,11 +188,9 @@ def learn(
         """Return epsilon-greedy actions [K] and their probabilities [K, A]. Equal actions are equally likely."""
         values = q[copies, state]
         best = values >= values.max(axis=1, keepdims=True)
-        policy = (1 - config.epsilon) * best / best.sum(
-            axis=1, keepdims=True
-        ) + config.epsilon / values.shape[1]
-        drawn = (policy.cumsum(axis=1)[:, :-1] <= rng.random((seeds, 1))).sum(axis=1)
-        return drawn, policy
+        uniform = config.epsilon / values.shape[1]
+        policy = (1 - config.epsilon) * best / best.sum(axis=1, keepdims=True) + uniform
+        return (policy.cumsum(axis=1)[:, :-1] <= rng.random((seeds, 1))).sum(axis=1), policy
 
     state = envs.reset(seed).argmax(dim=1).numpy()
     action, _ = act(state)
@@ -223,9 +211,7 @@ def learn(
             q[copies, state, action] += config.step_size * running * error
         episodes += ended
         state = found.observation.argmax(dim=1).numpy()
-        action = following
-        if ended.any():
-            action = np.where(ended, act(state)[0], following)
+        action = np.where(ended, act(state)[0], following) if ended.any() else following
     envs.close()
     return q
 

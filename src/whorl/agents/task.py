@@ -80,15 +80,10 @@ def open_method(config: MethodConfig) -> tuple[Method, Any]:
 
 
 def train(
-    config: MethodConfig,
-    observe: Callable[[TrainingProgress, Any], None] = lambda progress, networks: None,
-    *,
-    scratch: Path | None = None,
-    checkpoint_seconds: float = 30.0,
-    log: Callable[[str], None] = lambda text: None,
-    heartbeat_dir: Path | None = None,
-    checkpoint_config: CheckpointConfig | None = None,
-) -> Any:
+    config: MethodConfig, observe: Callable[[TrainingProgress, Any], None] = lambda progress, networks: None, *,
+    scratch: Path | None = None, checkpoint_seconds: float = 30.0, log: Callable[[str], None] = lambda text: None,
+    heartbeat_dir: Path | None = None, checkpoint_config: CheckpointConfig | None = None,
+) -> Any:  # fmt: skip
     """Train an agent to its last step, from the newest checkpoint if there is one, and return its networks.
 
     A resumed run is exact if an actor in this process acts in built-in environments. Other environments, and
@@ -107,13 +102,10 @@ def train(
         CheckpointError: the checkpoint in `scratch` has other settings.
     """
     task = AgentTask(config)
-    options = RunOptions(
-        scratch=scratch,
-        checkpoint_seconds=checkpoint_seconds,
-        checkpoint_config=checkpoint_config,
-        threads=1,  # networks this small are slower on more threads
+    options = RunOptions(  # on one thread: networks this small are slower on more
+        scratch=scratch, checkpoint_seconds=checkpoint_seconds, checkpoint_config=checkpoint_config, threads=1,
         heartbeat_dir=heartbeat_dir,
-    )
+    )  # fmt: skip
 
     def on_step(_: int, metrics: dict[str, float]) -> None:
         task.progress.metrics = metrics
@@ -156,29 +148,20 @@ class AgentTask(Task[Rollouts]):
     def make_learner(self, trainer: Trainer[Rollouts]) -> Learner:
         config, first = self.config, trainer.steps_done
         updates = [
-            replace(update, accept_step=trainer.accept_step)
-            for update in self.method.make_updates(self.networks)
+            replace(u, accept_step=trainer.accept_step) for u in self.method.make_updates(self.networks)
         ]
-        learner = Learner(
-            self.networks,
-            updates,
-            trainer.shared,
-            averages=self.method.averages(),
-            steps_done=trainer.rounds_done,
-        )
-        self.actors = [
-            Actor(config, derive(config.seed, "environment", number, first))
-            for number in range(self.n_actors)
-        ]
+        averages, rounds = self.method.averages(), trainer.rounds_done
+        self.learner = Learner(self.networks, updates, trainer.shared, averages=averages, steps_done=rounds)
+        seeds = [derive(config.seed, "environment", number, first) for number in range(self.n_actors)]
+        self.actors = [Actor(config, seed) for seed in seeds]
         self.local_actors = self.actors if not config.actors else []
         for actor in self.local_actors:
             actor.setup()
             actor.load_state_dict(self.actor_state)
-        self.learner = learner
         self.board = Board.from_tensors(self._acted_weights())
         self.sync_weights(first)
         self.started = time.perf_counter() - self.progress.seconds
-        return learner
+        return self.learner
 
     def _acted_weights(self) -> dict[str, Tensor]:
         prefixes = self.method.acted_weights
@@ -233,46 +216,35 @@ class AgentTask(Task[Rollouts]):
         store = dict(self.method.store.tensors()) if self.method.store is not None else {}
         if self.visits is not None:
             store["visits"] = self.visits.counts
-        return {
-            "returns": self.returns.partial_returns,
-            **{f"store/{n}": t for n, t in store.items()},
-            **actors,
-        }
+        own = {f"store/{n}": t for n, t in store.items()}
+        return {"returns": self.returns.partial_returns, **own, **actors}
 
     def state_dict(self) -> dict[str, Any]:
         return self.progress.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        def under(prefix: str) -> dict[str, Tensor]:
+            return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
         self.progress = TrainingProgress.from_state(state)
-        self.returns.partial_returns.copy_(tensors.pop("returns"))
+        self.returns.partial_returns.copy_(tensors["returns"])
         if self.visits is not None:
             self.visits.counts.copy_(tensors["store/visits"])
         if self.method.store is not None:
-            self.method.store.load(
-                {n.removeprefix("store/"): t for n, t in tensors.items() if n.startswith("store/")}
-            )
-        self.actor_state = {n.removeprefix("actor/"): t for n, t in tensors.items() if n.startswith("actor/")}
+            self.method.store.load(under("store/"))
+        self.actor_state = under("actor/")
 
 
 def _make_reader(task: AgentTask, first: int) -> FIFOReader[Any]:
     """Return a reader of the actors' rollouts, from number `first`."""
     config, actors, board = task.config, task.actors, task.board
-    n_parameters = sum(p.numel() for p in task.networks.parameters())
-    spec = rollout_spec(
-        task.method.spaces,
-        config.n_envs,
-        config.n_steps,
-        n_parameters if task.method.actors_differentiate else None,
-    )
+    size = sum(p.numel() for p in task.networks.parameters()) if task.method.actors_differentiate else None
+    spec = rollout_spec(task.method.spaces, config.n_envs, config.n_steps, size)
     ring: SlotRing[Any] = SlotRing(spec, len(actors) * (1 + config.prefetch if config.actors else 1))
     # No `restarts`: a restarted actor would begin new episodes without marking the old ones as truncated. Their returns
     # would be added to those of the new episodes. A killed actor therefore ends the run.
-    producers: Any = [
-        (ProducerProcess if config.actors else SerialProducer)(
-            ring, actor, seed=config.seed, number=number, board=board
-        )
-        for number, actor in enumerate(actors)
-    ]
+    kind: Any = ProducerProcess if config.actors else SerialProducer
+    producers = [kind(ring, actor, seed=config.seed, number=n, board=board) for n, actor in enumerate(actors)]
     order: Literal["sequence", "ready"] = "ready" if config.actors else "sequence"
     return FIFOReader(ring, producers, start=first, order=order, board=board, max_lag=config.max_policy_lag)
 
@@ -287,24 +259,19 @@ class EpisodeReturns:
         """Return the undiscounted returns of the episodes that ended in this rollout."""
         data, running, finished = slot.data, self.partial_returns[slot.producer].numpy(), []
         ended = data.terminated | data.truncated
-        for t in range(len(ended)):
-            running += data.reward[t]
-            if ended[t].any():
-                finished.extend(running[ended[t]].tolist())
-                running[ended[t]] = 0.0
+        for reward, over in zip(data.reward, ended, strict=True):
+            running += reward
+            if over.any():
+                finished.extend(running[over].tolist())
+                running[over] = 0.0
         return finished
 
 
 @torch.no_grad()
 def evaluate(
-    config: MethodConfig,
-    networks: Any,
-    episodes: int,
-    seed: int,
-    *,
-    max_steps: int = MAX_EVALUATION_STEPS,
+    config: MethodConfig, networks: Any, episodes: int, seed: int, *, max_steps: int = MAX_EVALUATION_STEPS,
     observe: Callable[[int, int], None] = lambda step, running: None,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """Return undiscounted returns of `episodes` episodes with greedy actions. Each episode runs in a separate copy.
 
     Args:

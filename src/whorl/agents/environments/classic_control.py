@@ -135,11 +135,8 @@ class MountainCar(BatchedEnvironment):
         position = (position + velocity).clamp_(-1.2, 0.6)
         velocity = velocity.masked_fill((position == -1.2) & (velocity < 0), 0.0)
         at_goal = (position >= 0.5) & (velocity >= 0)
-        return (
-            torch.stack((position, velocity)),
-            torch.full((self.num_envs,), -1.0, device=self.device),
-            at_goal,
-        )
+        reward = torch.full((self.num_envs,), -1.0, device=self.device)
+        return torch.stack((position, velocity)), reward, at_goal
 
     def observe(self, state: Tensor) -> Tensor:
         return state.t().float()

@@ -133,9 +133,8 @@ class BatchedEnvironment(ABC):
         if num_envs < 1:
             raise ConfigError(f"num_envs is {num_envs}", expected="at least 1")
         self.num_envs, self.device = num_envs, torch.device(device)
-        self.max_episode_steps = (
-            self.default_max_episode_steps if max_episode_steps is None else max_episode_steps
-        )
+        default = self.default_max_episode_steps
+        self.max_episode_steps = default if max_episode_steps is None else max_episode_steps
         self.state: Tensor | None = None
 
     @abstractmethod
@@ -206,5 +205,5 @@ class BatchedEnvironment(ABC):
         drawn = torch.empty(shape, dtype=torch.float64, device=self.device)
         return drawn.uniform_(low, high, generator=self.generator)
 
-    def close(self) -> None:  # noqa: B027 - there is nothing to free, and a subclass need not say so
+    def close(self) -> None:  # noqa: B027 - there is nothing to free
         """Release resources. Tensor environments hold none."""

@@ -32,14 +32,9 @@ class GridWorld(BatchedEnvironment):
     cell_rewards: ClassVar[Mapping[str, float]] = {"G": 1.0}
 
     def __init__(
-        self,
-        num_envs: int,
-        *,
-        rows: tuple[str, ...] | None = None,
-        slip_probability: float | None = None,
-        max_episode_steps: int | None = None,
-        device: str = "cpu",
-    ) -> None:
+        self, num_envs: int, *, rows: tuple[str, ...] | None = None, slip_probability: float | None = None,
+        max_episode_steps: int | None = None, device: str = "cpu",
+    ) -> None:  # fmt: skip
         super().__init__(num_envs, max_episode_steps=max_episode_steps, device=device)
         self.rows = self.default_rows if rows is None else rows
         self.slip_probability = self.default_slip if slip_probability is None else slip_probability
@@ -51,17 +46,15 @@ class GridWorld(BatchedEnvironment):
             )
         self.start_cell = text.index("S")
         self.spaces = Spaces((len(text),), n_actions=len(self.moves), has_costs="X" in text)
+        height, width = len(self.rows), len(self.rows[0])
         cells = torch.arange(len(text), device=self.device)
-        row, column = cells // len(self.rows[0]), cells % len(self.rows[0])
-        aimed = torch.stack(
-            [
-                (row + down).clamp(0, len(self.rows) - 1) * len(self.rows[0])
-                + (column + right).clamp(0, len(self.rows[0]) - 1)
-                for down, right in self.moves.values()
-            ]
-        )  # [moves, cells]
+        down, right = torch.tensor([*self.moves.values()], device=self.device).T[..., None]  # each [moves, 1]
+        row, column = (
+            (cells // width + down).clamp(0, height - 1),
+            (cells % width + right).clamp(0, width - 1),
+        )
         self.move_of = self.moves_of_actions(len(text))
-        aimed = aimed.gather(0, self.move_of)
+        aimed = (row * width + column).gather(0, self.move_of)
         rewards = torch.tensor([self.cell_rewards.get(c, 0.0) for c in text], device=self.device)
         cliff = torch.tensor([c == "C" for c in text], device=self.device)
         # [actions, cells] what an action without a slip gains, and the cell that it leads to

@@ -31,26 +31,20 @@ class GymnasiumEnvironment:
             import gymnasium
             from gymnasium.vector import AutoresetMode
         except ImportError as error:
-            raise ConfigError(
-                f"the environment {name!r} needs gymnasium, which is not installed",
-                do="pip install gymnasium; `whorl rl environments` lists the built-in environments",
-            ) from error
+            what = f"the environment {name!r} needs gymnasium, which is not installed"
+            do = "pip install gymnasium; `whorl rl environments` lists the built-in environments"
+            raise ConfigError(what, do=do) from error
         try:
+            vector = {"autoreset_mode": AutoresetMode.SAME_STEP}
             self.envs = gymnasium.make_vec(
-                name,
-                num_envs,
-                vectorization_mode="sync",
-                vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
-                **settings,
+                name, num_envs, vectorization_mode="sync", vector_kwargs=vector, **settings
             )
+        except gymnasium.error.DependencyNotInstalled as error:
+            what = f"missing package for the environment {name!r}: {error}"
+            raise ConfigError(what, do="install the package") from error
         except gymnasium.error.Error as error:
-            installed = not isinstance(error, gymnasium.error.DependencyNotInstalled)
-            raise ConfigError(
-                f"{'unknown' if installed else 'missing package for the'} environment {name!r}: {error}",
-                do="run `whorl rl environments`, or see gymnasium's list"
-                if installed
-                else "install the package",
-            ) from error
+            what = f"unknown environment {name!r}: {error}"
+            raise ConfigError(what, do="run `whorl rl environments`, or see gymnasium's list") from error
         self.num_envs, self.name = num_envs, name
         observation, action = self.envs.single_observation_space, self.envs.single_action_space
         self.one_hot: Tensor | None = None
@@ -70,9 +64,7 @@ class GymnasiumEnvironment:
         if isinstance(action, gymnasium.spaces.Discrete):
             self.spaces = Spaces(shape, n_actions=int(action.n), **settings)
         elif isinstance(action, gymnasium.spaces.Box):
-            low, high = (
-                tuple(bound.astype(np.float64).reshape(-1).tolist()) for bound in (action.low, action.high)
-            )
+            low, high = (tuple(b.astype(np.float64).reshape(-1).tolist()) for b in (action.low, action.high))
             self.spaces = Spaces(shape, action_low=low, action_high=high, **settings)
         else:
             raise self._unsupported("action", action)
@@ -89,11 +81,8 @@ class GymnasiumEnvironment:
         if self.one_hot is not None:
             return self.one_hot[torch.as_tensor(observation) - self.first_observation]
         if self.spaces.observation_dtype == torch.uint8:
-            observation = np.moveaxis(observation, -1, -3)
-            return torch.from_numpy(np.array(observation))
-        return torch.from_numpy(
-            np.array(observation, dtype=np.float32)
-        )  # copied: gymnasium may reuse its buffer
+            return torch.from_numpy(np.array(np.moveaxis(observation, -1, -3)))
+        return torch.from_numpy(np.array(observation, np.float32))  # copied: gymnasium may reuse its buffer
 
     def _to_space(self, action: NDArray[Any]) -> NDArray[Any]:
         """Return elements [B, ...] of the action space: the nearest to each vector, or the numbers of discrete actions."""
@@ -115,13 +104,8 @@ class GymnasiumEnvironment:
             final = observation.clone()
             for i in np.flatnonzero(info["_final_obs"]):
                 final[i] = self._to_tensor(info["final_obs"][i])
-        return Transition(
-            observation,
-            torch.tensor(reward, dtype=torch.float32),
-            torch.tensor(terminated),
-            torch.tensor(truncated),
-            final,
-        )
+        rewards = torch.tensor(reward, dtype=torch.float32)
+        return Transition(observation, rewards, torch.tensor(terminated), torch.tensor(truncated), final)
 
     def render(self) -> NDArray[np.uint8]:
         """Return a picture [height, width, 3] of the first copy; needs `render_mode="rgb_array"`.

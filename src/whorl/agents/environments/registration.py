@@ -55,11 +55,10 @@ def make_tables(name: str) -> Tables:
     environment.close()
     if tables is None:
         kind = "pixels" if spaces.observation_dtype == torch.uint8 else "observations"
-        actions = (
-            f"{spaces.n_actions} actions" if spaces.n_actions else f"action vectors of {spaces.action_size}"
-        )
+        n, size, shape = spaces.n_actions, spaces.action_size, spaces.observation_shape
+        actions = f"{n} actions" if n else f"action vectors of {size}"
         raise ConfigError(
-            f"{name} has no table of transitions: it has {kind} of shape {spaces.observation_shape} and {actions}",
+            f"{name} has no table of transitions: it has {kind} of shape {shape} and {actions}",
             expected="a finite environment, such as FrozenLake-v1, CliffWalking-v1 or Taxi-v4",
             do=f"train a network: whorl rl train {'dqn' if spaces.n_actions else 'ppo'} {name}",
         )

@@ -32,12 +32,8 @@ class A2CConfig(MethodConfig):
     learning_rate: float = Field(default=2e-3, gt=0)
     clip_norm: float = Field(default=2.0, gt=0)
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="lambda of GAE or V-trace")
-    normalize_advantage: bool = Field(
-        default=False, description="scale advantages to mean 0 and standard deviation 1 in each minibatch"
-    )
-    value_learning_rate: float | None = Field(
-        default=1e-2, gt=0, description="of the value network; default: learning_rate"
-    )
+    normalize_advantage: bool = Field(default=False, description="scale them to mean 0 and deviation 1")
+    value_learning_rate: float | None = Field(default=1e-2, gt=0, description="default: learning_rate")
     value_coef: float = Field(default=0.5, ge=0, description="weight of the loss of values")
     entropy_coef: float = Field(default=0.0, ge=0, description="reward for a policy's entropy")
 
@@ -48,12 +44,6 @@ class A2C(Method):
 
     def make_networks(self, generator: torch.Generator) -> ActorCritic:
         return ActorCritic(self.spaces, self.config.hidden, generator)
-
-    def act(self, networks: ActorCritic, observation: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return networks.act(observation, noise)
-
-    def greedy_action(self, networks: ActorCritic, observation: Tensor) -> Tensor:
-        return networks.greedy_action(observation)
 
     def values(self, networks: ActorCritic, observation: Tensor) -> Tensor:
         return networks.values(observation)
@@ -105,9 +95,8 @@ class A2C(Method):
         next_value = value[1:].clone()
         if ended.any():
             next_value[ended] = values(rollout["final_observation"][ended])
-        return Trajectory(
-            rollout["reward"], value[:-1], next_value, rollout["terminated"], rollout["truncated"]
-        )
+        flags = rollout["terminated"], rollout["truncated"]
+        return Trajectory(rollout["reward"], value[:-1], next_value, *flags)
 
     def loss(self, networks: ActorCritic, part: MicroBatch) -> Loss:
         """Return the loss of a minibatch."""

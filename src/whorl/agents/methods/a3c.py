@@ -28,9 +28,7 @@ from whorl.train.learner.update import MicroBatch, Update
 class A3CConfig(A2CConfig):
     method: Literal["a3c"] = "a3c"  # type: ignore[assignment]
     actors: int = Field(default=2, ge=0)
-    hogwild: bool = Field(
-        default=False, description="actors move the shared weights themselves, without a lock"
-    )
+    hogwild: bool = Field(default=False, description="actors move the shared weights, without a lock")
 
 
 class A3C(A2C):

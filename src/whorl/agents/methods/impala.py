@@ -18,9 +18,7 @@ from whorl.objectives.advantages.estimators import v_trace
 class IMPALAConfig(A2CConfig):
     method: Literal["impala"] = "impala"  # type: ignore[assignment]
     actors: int = Field(default=2, ge=0)
-    v_trace: bool = Field(
-        default=True, description="correct stale rollouts; false: GAE, as if they were fresh"
-    )
+    v_trace: bool = Field(default=True, description="correct stale rollouts; false: GAE, as if fresh")
 
 
 class IMPALA(A2C):

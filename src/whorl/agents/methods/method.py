@@ -41,24 +41,14 @@ class MethodConfig(BaseModel):
     seed: int = Field(default=0, ge=0)
     n_envs: int = Field(default=8, ge=1, description="environments per actor")
     n_steps: int = Field(default=32, ge=1, description="steps per environment in a rollout")
-    actors: int = Field(
-        default=0, ge=0, description="actor processes that run ahead of the learner; 0: act and learn in turn"
-    )
-    prefetch: int = Field(
-        default=1, ge=0, description="rollouts that an actor fills before the last one is read; 0: lockstep"
-    )
-    max_policy_lag: int | None = Field(
-        default=None, ge=0, description="rollouts whose weights lag by more versions are generated again"
-    )
-    rollouts_per_step: int = Field(
-        default=1, ge=1, description="rollouts in a training step, of as many actors in turn"
-    )
+    actors: int = Field(default=0, ge=0, description="processes that act ahead; 0: act and learn in turn")
+    prefetch: int = Field(default=1, ge=0, description="rollouts that an actor is ahead; 0: lockstep")
+    max_policy_lag: int | None = Field(default=None, ge=0, description="rollouts of older weights are redone")
+    rollouts_per_step: int = Field(default=1, ge=1, description="rollouts per training step, actors in turn")
     hidden: tuple[int, ...] = Field(default=(64, 64), description="widths of the hidden layers")
     discount: float = Field(default=0.99, ge=0, le=1, description="of later rewards, per step")
     learning_rate: float = Field(default=1e-3, gt=0, description="AdamW's learning rate")
-    anneal: bool = Field(
-        default=True, description="decrease learning rate, clip and epochs linearly over the run"
-    )
+    anneal: bool = Field(default=True, description="decrease learning rate, clip and epochs over the run")
     clip_norm: float = Field(default=0.5, gt=0, description="largest norm of a gradient")
     exploration: ExplorationConfig = Field(
         default=ExplorationConfig(),
@@ -122,21 +112,23 @@ class Method(ABC):
     def make_networks(self, generator: torch.Generator) -> nn.Module:
         """Return untrained networks. The same generator gives the same bits."""
 
-    @abstractmethod
     def act(self, networks: Any, observation: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return actions and what `log_prob` needs, for observations [B, d].
+        """Return actions and what `log_prob` needs, for observations [B, d]; by default those of the networks.
 
         noise: [B] uniform in [0, 1) for discrete actions, [B, k] standard normal for vectors.
         """
+        found: tuple[Tensor, Tensor] = networks.act(observation, noise)
+        return found
 
     @property
     def n_members(self) -> int:
         """Number of policies of an ensemble."""
         return 1
 
-    @abstractmethod
     def greedy_action(self, networks: Any, observation: Tensor) -> Tensor:
-        """Return the best action of each observation [B, d]."""
+        """Return the best action of each observation [B, d]; by default that of the networks."""
+        action: Tensor = networks.greedy_action(observation)
+        return action
 
     def values(self, networks: Any, observation: Tensor) -> Tensor | None:
         """Return the values [B] of observations [B, d], for the map of a grid; None without a value of states."""

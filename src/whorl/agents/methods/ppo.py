@@ -36,9 +36,8 @@ class PPOConfig(A2CConfig):
     @model_validator(mode="after")
     def _validate(self) -> PPOConfig:
         if self.minibatches > self.n_envs * self.n_steps:
-            raise ValueError(
-                f"minibatches ({self.minibatches}) must be at most n_envs x n_steps ({self.n_envs * self.n_steps})"
-            )
+            most = self.n_envs * self.n_steps
+            raise ValueError(f"minibatches ({self.minibatches}) must be at most n_envs x n_steps ({most})")
         return self
 
 

@@ -21,17 +21,8 @@ from whorl.agents.methods.trpo import TRPO
 from whorl.errors import ConfigError, example_setting, one_of
 
 METHODS: dict[str, type[Method]] = {
-    "reinforce": REINFORCE,
-    "a2c": A2C,
-    "a3c": A3C,
-    "ppo": PPO,
-    "impala": IMPALA,
-    "trpo": TRPO,
-    "cpo": CPO,
-    "dqn": DQN,
-    "ddpg": DDPG,
-    "td3": TD3,
-    "sac": SAC,
+    kind.Config.model_fields["method"].default: kind
+    for kind in (REINFORCE, A2C, A3C, PPO, IMPALA, TRPO, CPO, DQN, DDPG, TD3, SAC)
 }
 
 # Tuned settings per environment (LOG.md has the experiments).

@@ -29,9 +29,7 @@ class REINFORCEConfig(A2CConfig):
     n_envs: int = Field(default=8, ge=1)
     steps: int = Field(default=400_000, ge=1)
     learning_rate: float = Field(default=1e-2, gt=0)
-    baseline: Literal["none", "moving-average", "learned"] = Field(
-        default="learned", description="the number subtracted from returns"
-    )
+    baseline: Literal["none", "moving-average", "learned"] = Field("learned", description="of returns")
     baseline_decay: float = Field(default=0.9, ge=0, lt=1, description="of the moving average, per rollout")
 
 

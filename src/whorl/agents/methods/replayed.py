@@ -30,14 +30,11 @@ class ReplayConfig(MethodConfig):
     @model_validator(mode="after")
     def _fits(self) -> ReplayConfig:
         if self.capacity < 4 * self.rollout_steps:  # a ring holds a rollout, with final observations
-            raise ValueError(
-                f"capacity ({self.capacity}) must be at least 4 rollouts ({4 * self.rollout_steps} steps)"
-            )
+            least = 4 * self.rollout_steps
+            raise ValueError(f"capacity ({self.capacity}) must be at least 4 rollouts ({least} steps)")
         if self.learning_starts > min(self.capacity, self.steps):
-            raise ValueError(
-                f"learning_starts ({self.learning_starts}) must be at most steps ({self.steps}) "
-                f"and capacity ({self.capacity})"
-            )
+            most = f"steps ({self.steps}) and capacity ({self.capacity})"
+            raise ValueError(f"learning_starts ({self.learning_starts}) must be at most {most}")
         return self
 
     @property
@@ -68,8 +65,7 @@ class ReplayMethod(Method):
     ) -> Iterator[Sequence[MicroBatch]]:
         """Yield minibatches of the stored steps, once there are enough of them."""
         config, rng = self.config, numpy_rng(self.config.seed, "replay", step)
+        horizon = {"discount": config.discount, "n_steps": config.n_step}
         if len(self.store) >= config.learning_starts:
             for _ in range(config.updates_per_rollout):
-                yield [
-                    self.store.draw(config.batch_size, rng, discount=config.discount, n_steps=config.n_step)
-                ]
+                yield [self.store.draw(config.batch_size, rng, **horizon)]

@@ -21,7 +21,7 @@ from torch.nn.functional import softplus
 from whorl.agents.exploration import ExplorationConfig
 from whorl.agents.methods.method import MethodConfig
 from whorl.agents.methods.replayed import ReplayConfig, ReplayMethod
-from whorl.agents.networks import PolicyAndCritics
+from whorl.agents.networks import PolicyAndCritics, draw_action
 from whorl.objectives.action_value import critics_loss, soft_policy_loss
 from whorl.objectives.next_token import Loss
 from whorl.tracking.seeds import generator
@@ -43,9 +43,7 @@ class SACConfig(ReplayConfig):
     average: float = Field(default=0.995, ge=0, le=1, description="decay of the target critics, per update")
     n_critics: int = Field(default=2, ge=1, description="targets are the least of their values")
     temperature: float = Field(default=0.2, gt=0, description="of the entropy, at first")
-    target_entropy: float | None = Field(
-        default=None, description="nats; default: - dimensions of the action, or half of log(actions)"
-    )
+    target_entropy: float | None = Field(None, description="nats; default: - dimensions, or log(actions) / 2")
     exploration: ExplorationConfig = ExplorationConfig(random_steps=256)
 
 
@@ -62,11 +60,8 @@ class SAC(ReplayMethod):
     def target_entropy(self) -> float:
         if self.config.target_entropy is not None:
             return self.config.target_entropy
-        return (
-            0.5 * math.log(self.spaces.n_actions)
-            if self.spaces.n_actions
-            else -float(self.spaces.action_size)
-        )
+        n_actions, size = self.spaces.n_actions, self.spaces.action_size
+        return 0.5 * math.log(n_actions) if n_actions else -float(size)
 
     def make_networks(self, generator: torch.Generator) -> PolicyAndCritics:
         config, spaces = self.config, self.spaces
@@ -77,10 +72,8 @@ class SAC(ReplayMethod):
 
     def act(self, networks: PolicyAndCritics, observation: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         output = networks.policy(observation)
-        if not self.discrete:
-            return networks.squash(self._draw(output, noise)), output
-        cumulative = output.softmax(dim=-1).cumsum(dim=-1)
-        return (cumulative[:, :-1] <= noise[:, None]).sum(dim=-1), output
+        draw = draw_action(output, noise) if self.discrete else networks.squash(self._draw(output, noise))
+        return draw, output
 
     def greedy_action(self, networks: PolicyAndCritics, observation: Tensor) -> Tensor:
         output: Tensor = networks.policy(observation)
@@ -114,9 +107,8 @@ class SAC(ReplayMethod):
         with torch.no_grad():
             probability, log_prob, least = self._policy_values(networks, networks.target_critics, part, 1)
             soft = least - networks.log_temperature.exp() * log_prob
-            target = part["reward"] + part["next_discount"] * (
-                soft if probability is None else (probability * soft).sum(-1)
-            )
+            soft = soft if probability is None else (probability * soft).sum(-1)
+            target = part["reward"] + part["next_discount"] * soft
         if self.discrete:
             index = part["action"].expand(self.config.n_critics, -1).unsqueeze(-1)
             values = networks.critics(part["observation"]).gather(2, index).squeeze(-1)

@@ -39,9 +39,7 @@ class TRPOConfig(A2CConfig):
     @model_validator(mode="after")
     def _is_on_policy(self) -> TRPOConfig:
         if self.actors:
-            raise ValueError(
-                "actors must be 0: a step within a trust region is for rollouts of the newest policy"
-            )
+            raise ValueError("actors must be 0: a trust region is for rollouts of the newest policy")
         return self
 
 
