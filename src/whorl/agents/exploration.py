@@ -73,15 +73,11 @@ class Exploration:
         given = "vectors" if spaces.n_actions is None else "discrete"
         if ACTIONS.get(config.kind, given) != given:
             suitable = [kind for kind in Kind.__args__ if ACTIONS.get(kind, given) == given]  # type: ignore[attr-defined]
-            raise ConfigError(
-                f"exploration.kind is {config.kind!r}, and the actions are {given}",
-                expected=f"one of {', '.join(suitable)}",
-            )
+            what = f"exploration.kind is {config.kind!r}, and the actions are {given}"
+            raise ConfigError(what, expected=f"one of {', '.join(suitable)}")
         if config.kind == "ensemble" and n_members < 2:
-            raise ConfigError(
-                "exploration.kind is 'ensemble', and the method has one member",
-                do="use dqn with --set members=10",
-            )
+            what = "exploration.kind is 'ensemble', and the method has one member"
+            raise ConfigError(what, do="use dqn with --set members=10")
         unbounded = any(map(math.isinf, (*spaces.action_low, *spaces.action_high)))
         if unbounded and (config.kind in ("gaussian", "ou") or config.random_steps):
             raise ConfigError(

@@ -68,10 +68,10 @@ def evaluate_policy(tables: Tables, policy: Array, discount: float) -> Array:
     try:
         return np.linalg.solve(np.eye(len(chain)) - discount * chain, (policy * tables.reward).sum(axis=1))
     except np.linalg.LinAlgError as error:
-        raise ConfigError(
-            f"discount {discount}: from some states a policy never ends an episode, so that its values are infinite",
-            expected="a discount below 1",
-        ) from error
+        what = (
+            f"discount {discount}: from some states a policy never ends an episode: its values are infinite"
+        )
+        raise ConfigError(what, expected="a discount below 1") from error
 
 
 def policy_iteration(tables: Tables, discount: float) -> Solution:
@@ -99,10 +99,8 @@ def value_iteration(tables: Tables, discount: float) -> Solution:
         rounding = 2 * np.finfo(np.float64).eps * np.abs(q).max()
         if np.abs(q - last).max() <= max(bound, rounding):
             return Solution(q, iteration)
-    raise ConfigError(
-        f"discount {discount}: value iteration has not converged after {MAX_SWEEPS:,} sweeps",
-        expected="a discount below 1",
-    )
+    what = f"discount {discount}: value iteration has not converged after {MAX_SWEEPS:,} sweeps"
+    raise ConfigError(what, expected="a discount below 1")
 
 
 def expected_total(tables: Tables, policy: Array, amount: Array) -> float:
@@ -134,15 +132,12 @@ def constrained_optimum(tables: Tables, discount: float, budget: float) -> Array
     flow = np.repeat(np.eye(n_states), n_actions, axis=1)
     flow -= discount * tables.continuing.reshape(-1, n_states).T
     cost = np.where(tables.terminal[:, None], 0.0, tables.cost)
-    found = linprog(
-        -tables.reward.ravel(), A_ub=cost.reshape(1, -1), b_ub=[budget], A_eq=flow, b_eq=tables.initial
-    )
+    limits = {"A_ub": cost.reshape(1, -1), "b_ub": [budget], "A_eq": flow, "b_eq": tables.initial}
+    found = linprog(-tables.reward.ravel(), **limits)
     if found.status != 0:
         least = -policy_iteration(replace(tables, reward=-cost), discount).values @ tables.initial
-        raise ConfigError(
-            f"no policy has an expected cost of at most {budget}",
-            expected=f"a budget of at least {least:.4g}",
-        )
+        what = f"no policy has an expected cost of at most {budget}"
+        raise ConfigError(what, expected=f"a budget of at least {least:.4g}")
     visits = found.x.reshape(n_states, n_actions)
     total = visits.sum(axis=1, keepdims=True)
     uniform = np.full_like(visits, 1 / n_actions)

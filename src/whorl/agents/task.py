@@ -54,8 +54,7 @@ class TrainingProgress:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> TrainingProgress:
         """Restore progress from a checkpoint."""
-        returns = deque[float](state["returns"], RETURN_WINDOW)
-        return cls(state["steps"], state["seconds"], returns)
+        return cls(state["steps"], state["seconds"], deque(state["returns"], RETURN_WINDOW))
 
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dictionary for a checkpoint."""

@@ -11,7 +11,7 @@ limit cut it off).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, NamedTuple, Protocol
@@ -102,7 +102,7 @@ class Environment(Protocol):
 
     def tables(self) -> Tables | None:
         """Return the transition probabilities of a finite environment; None of another."""
-        ...
+        return None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all state that determines later steps; empty if the environment does not expose it."""
@@ -112,10 +112,11 @@ class Environment(Protocol):
         """Restore the state of an environment with as many copies, after `reset`. An empty state does nothing."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release resources."""
 
 
-class BatchedEnvironment(ABC):
+class BatchedEnvironment(Environment):
     """An environment whose dynamics are tensor operations over all copies.
 
     A subclass sets `spaces` and implements `initial_state`, `transition` and `observe` on a state [k, B]: k numbers per
@@ -151,10 +152,6 @@ class BatchedEnvironment(ABC):
 
     def cost(self, state: Tensor) -> Tensor | None:
         """Return the costs [B] of having reached `state` [k, B]; None without costs."""
-        return None
-
-    def tables(self) -> Tables | None:
-        """Return the transition probabilities of a finite environment; None of another."""
         return None
 
     def reset(self, seed: int) -> Tensor:
@@ -204,6 +201,3 @@ class BatchedEnvironment(ABC):
         """Draw fp64 numbers in [low, high) from the environment's generator."""
         drawn = torch.empty(shape, dtype=torch.float64, device=self.device)
         return drawn.uniform_(low, high, generator=self.generator)
-
-    def close(self) -> None:  # noqa: B027 - there is nothing to free
-        """Release resources. Tensor environments hold none."""

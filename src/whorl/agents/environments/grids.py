@@ -40,10 +40,8 @@ class GridWorld(BatchedEnvironment):
         self.slip_probability = self.default_slip if slip_probability is None else slip_probability
         text = "".join(self.rows)
         if len({len(row) for row in self.rows}) != 1 or text.count("S") != 1 or set(text) - set("SFHGCX"):
-            raise ConfigError(
-                f"invalid grid world map {list(self.rows)}",
-                expected="rows of equal length, made of one S and any number of F, H, G, C and X",
-            )
+            expected = "rows of equal length, made of one S and any number of F, H, G, C and X"
+            raise ConfigError(f"invalid grid world map {list(self.rows)}", expected=expected)
         self.start_cell = text.index("S")
         self.spaces = Spaces((len(text),), n_actions=len(self.moves), has_costs="X" in text)
         height, width = len(self.rows), len(self.rows[0])

@@ -71,11 +71,9 @@ class GymnasiumEnvironment:
 
     def _unsupported(self, kind: str, space: Any) -> ConfigError:
         self.envs.close()
-        return ConfigError(
-            f"the environment {self.name!r} has the {kind} space {space}",
-            expected="a Box or Discrete space",
-            do=f"register an environment that wraps it in a gymnasium.{kind.title()}Wrapper",
-        )
+        do = f"register an environment that wraps it in a gymnasium.{kind.title()}Wrapper"
+        what = f"the environment {self.name!r} has the {kind} space {space}"
+        return ConfigError(what, expected="a Box or Discrete space", do=do)
 
     def _to_tensor(self, observation: Any) -> Tensor:
         if self.one_hot is not None:

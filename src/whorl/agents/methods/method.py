@@ -51,8 +51,7 @@ class MethodConfig(BaseModel):
     anneal: bool = Field(default=True, description="decrease learning rate, clip and epochs over the run")
     clip_norm: float = Field(default=0.5, gt=0, description="largest norm of a gradient")
     exploration: ExplorationConfig = Field(
-        default=ExplorationConfig(),
-        description=f"kind; also {', '.join([*ExplorationConfig.model_fields][1:])}",
+        ExplorationConfig(), description=", ".join(ExplorationConfig.model_fields)
     )
 
     @property
@@ -98,11 +97,9 @@ class Method(ABC):
                 do="`whorl rl methods` lists what each method acts with",
             )
         if self.needs_costs and not spaces.has_costs:
-            raise ConfigError(
-                f"{config.method} limits costs, and {config.environment} has none",
-                expected="an environment with costs, such as CostlyGrid-v0",
-                do="use trpo or ppo",
-            )
+            what = f"{config.method} limits costs, and {config.environment} has none"
+            expected = "an environment with costs, such as CostlyGrid-v0"
+            raise ConfigError(what, expected=expected, do="use trpo or ppo")
 
     def make_store(self, copies: int) -> None:
         """Allocate the replay buffer for `copies` environments, if the method has one."""

@@ -65,7 +65,8 @@ class ReplayMethod(Method):
     ) -> Iterator[Sequence[MicroBatch]]:
         """Yield minibatches of the stored steps, once there are enough of them."""
         config, rng = self.config, numpy_rng(self.config.seed, "replay", step)
-        horizon = {"discount": config.discount, "n_steps": config.n_step}
         if len(self.store) >= config.learning_starts:
             for _ in range(config.updates_per_rollout):
-                yield [self.store.draw(config.batch_size, rng, **horizon)]
+                yield [
+                    self.store.draw(config.batch_size, rng, discount=config.discount, n_steps=config.n_step)
+                ]
