@@ -112,8 +112,7 @@ class Environment(Protocol):
         """Restore the state of an environment with as many copies, after `reset`. An empty state does nothing."""
         ...
 
-    def close(self) -> None:
-        """Release resources."""
+    def close(self) -> None: ...
 
 
 class BatchedEnvironment(Environment):
@@ -201,3 +200,6 @@ class BatchedEnvironment(Environment):
         """Draw fp64 numbers in [low, high) from the environment's generator."""
         drawn = torch.empty(shape, dtype=torch.float64, device=self.device)
         return drawn.uniform_(low, high, generator=self.generator)
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
