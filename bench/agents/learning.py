@@ -1,4 +1,4 @@
-"""Greedy returns of the off-policy methods after fixed numbers of steps: interquartile mean of the seeds with its interval.
+"""Greedy returns of 100 episodes after fixed numbers of steps: interquartile mean of the seeds with its interval.
 
 python bench/agents/learning.py                    # five seeds each; about an hour on 2 cores
 python bench/agents/learning.py --only sac-Pendulum-v1 --seeds 3
@@ -46,7 +46,7 @@ def main() -> None:
         for seed in range(args.seeds):
             config = make_config(method, environment, steps=round(steps * args.scale), seed=seed)
             networks = train(config)
-            scores.append(float(np.mean(evaluate(config, networks, 20, 10_000 + seed))))
+            scores.append(float(np.mean(evaluate(config, networks, 100, 10_000 + seed))))
         found = summarize_seeds([scores], np.random.default_rng(0))
         seconds = (time.perf_counter() - began) / args.seeds
         print(f"{variant}: {found} after {steps:,} steps, {seconds:.0f} s per seed", flush=True)

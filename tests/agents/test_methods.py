@@ -205,7 +205,7 @@ def test_every_method_is_built_from_its_settings() -> None:
         ("reinforce", {"gae_lambda": 0.5}, "the setting 'gae_lambda' has no effect in reinforce"),
         ("cpo", {"actors": 2}, "actors must be 0"),
         ("dqn", {"steps": 500}, r"learning_starts \(1000\) must be at most steps \(500\)"),
-        ("dqn", {"capacity": 60}, r"capacity \(60\) must be at least 4 rollouts \(64 steps\)"),
+        ("dqn", {"capacity": 900}, r"capacity \(900\) must be at least 4 rollouts \(1024 steps\)"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(method: str, changes: dict[str, Any], message: str) -> None:
@@ -214,3 +214,12 @@ def test_settings_that_cannot_work_are_refused(method: str, changes: dict[str, A
     assert parse_config(
         method, "CartPole-v1", METHODS[method].Config().model_dump(include={"entropy_coef", "steps"})
     )
+
+
+def test_one_field_of_exploration_keeps_the_others() -> None:
+    tuned = parse_config("dqn", "CartPole-v1", {"exploration": {"end": "0.2"}}).exploration
+    default = parse_config("dqn", "Acrobot-v1", {"exploration": {"end": "0.2"}}).exploration
+    random = parse_config("sac", "Pendulum-v1", {"exploration": {"bonus": "0.5"}}).exploration
+    assert (tuned.kind, tuned.end, tuned.fraction) == ("epsilon", 0.2, 0.16)
+    assert (default.kind, default.end, default.fraction) == ("epsilon", 0.2, 0.1)
+    assert (random.bonus, random.random_steps) == (0.5, 256)
