@@ -218,7 +218,7 @@ def test_settings_that_cannot_work_are_refused(method: str, changes: dict[str, A
 
 def test_one_field_of_exploration_keeps_the_others() -> None:
     tuned = parse_config("dqn", "CartPole-v1", {"exploration": {"end": "0.2"}}).exploration
-    default = parse_config("dqn", "Acrobot-v1", {"exploration": {"end": "0.2"}}).exploration
+    default = parse_config("dqn", "MountainCar-v0", {"exploration": {"end": "0.2"}}).exploration
     random = parse_config("sac", "Pendulum-v1", {"exploration": {"bonus": "0.5"}}).exploration
     assert (tuned.kind, tuned.end, tuned.fraction) == ("epsilon", 0.2, 0.16)
     assert (default.kind, default.end, default.fraction) == ("epsilon", 0.2, 0.1)

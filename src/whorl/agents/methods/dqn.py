@@ -56,15 +56,10 @@ class DQN(ReplayMethod):
 
     def make_networks(self, generator: torch.Generator) -> QNetworks:
         config = self.config
-        prior_scale = config.prior_scale if config.members > 1 else 0.0
         return QNetworks(
-            self.spaces,
-            config.hidden,
-            generator,
-            config.members,
-            duelling=config.duelling,
-            prior_scale=prior_scale,
-        )
+            self.spaces, config.hidden, generator, config.members, duelling=config.duelling,
+            prior_scale=config.prior_scale if config.members > 1 else 0.0,
+        )  # fmt: skip
 
     def act(self, networks: QNetworks, observation: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         values = networks.values(networks.q, observation).mean(0)

@@ -27,19 +27,19 @@ METHODS: dict[str, type[Method]] = {
 }
 
 # Tuned settings per environment (LOG.md has the experiments).
+_DQN = {
+    "n_steps": 64, "updates_per_step": 0.5, "batch_size": 64, "n_step": 3, "target_every": 128, "anneal": True,
+    "exploration": {"fraction": 0.16, "end": 0.04},
+}  # fmt: skip
 TUNED_OVERRIDES: dict[tuple[str, str], dict[str, Any]] = {
     ("ppo", "CartPole-v1"): {
         "n_steps": 32, "hidden": (32,), "discount": 0.98, "gae_lambda": 0.85, "n_epochs": 8, "minibatches": 3,
         "learning_rate": 0.014, "clip_norm": 1.0,
     },
     ("ppo", "Pendulum-v1"): {"discount": 0.9, "learning_rate": 3e-3},
-    ("dqn", "CartPole-v1"): {
-        "n_steps": 64, "updates_per_step": 0.5, "batch_size": 64, "n_step": 3, "target_every": 128, "anneal": True,
-        "exploration": {"fraction": 0.16, "end": 0.04},
-    },
-    ("sac", "Pendulum-v1"): {"hidden": (64, 64)},
-    ("td3", "Pendulum-v1"): {"hidden": (64, 64)},
-    ("ddpg", "Pendulum-v1"): {"hidden": (64, 64)},
+    ("dqn", "CartPole-v1"): _DQN,
+    ("dqn", "Acrobot-v1"): {**_DQN, "steps": 100_000},
+    **{(method, "Pendulum-v1"): {"hidden": (64, 64)} for method in ("ddpg", "td3", "sac")},
 }  # fmt: skip
 
 
@@ -47,7 +47,9 @@ def make_config(method: str, environment: str, **changes: object) -> MethodConfi
     """Return a method's settings for an environment, with `changes` applied; `exploration` may hold some of its fields."""
     config_type = METHODS[method].Config
     settings = {**TUNED_OVERRIDES.get((method, environment), {}), "environment": environment}
-    exploration = config_type.model_fields["exploration"].default.model_dump() | settings.get("exploration", {})
+    exploration = config_type.model_fields["exploration"].default.model_dump() | settings.get(
+        "exploration", {}
+    )
     given = changes.get("exploration", {})
     changes["exploration"] = exploration | given if isinstance(given, Mapping) else given
     return config_type.model_validate(settings | changes)
