@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from whorl.errors import ConfigError
 from whorl.nn import convolution
 from whorl.nn.convolution import Conv2d, ConvTranspose2d, ResizeConv
-from whorl.nn.patches import PatchEmbedding, to_patches
+from whorl.nn.patches import PatchEmbedding, from_patches, to_patches
 
 
 def weights(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,6 +140,7 @@ def test_patches_are_cut_row_by_row() -> None:
     patches = to_patches(images, 2)
     assert patches.shape == (2, 12, 12)
     assert torch.equal(patches[1, 5], images[1, :, 2:4, 2:4].flatten())  # row 1, column 1 of 3 x 4
+    assert torch.equal(from_patches(patches, (3, 4), 2), images)
 
 
 def test_patch_embedding_matches_strided_convolution() -> None:

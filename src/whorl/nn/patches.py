@@ -44,6 +44,12 @@ def to_patches(images: Tensor, patch: int) -> Tensor:
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
+def from_patches(patches: Tensor, grid: tuple[int, int], patch: int) -> Tensor:
+    """Return images [B, C, H, W] of patches [B, N, C patch patch]; the inverse of `to_patches`. grid: its rows, columns."""
+    cut = patches.reshape(len(patches), *grid, -1, patch, patch)
+    return cut.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+
+
 class PatchEmbedding(nn.Module):
     """Patch embedding: images [B, C, H, W] -> tokens [B, N, d].
 

@@ -7,7 +7,8 @@ Notation:
     c, w           chosen and rejected completion of a pair                       sg     logistic function
     A, V, R, H     advantage, value, return, entropy                              z      logits
     p, q           teacher and student                                            lse    log-sum-exp
-    d, g           temporal-difference error, discount
+    d, g           temporal-difference error, discount                            f      a network
+    x0, eps        data, noise; a, s are their factors at time t
 
 `docs/objectives.md` is checked against this table by `tests/objectives/test_catalog.py`.
 """
@@ -328,9 +329,31 @@ _ESTIMATORS = [
     ),
 ]
 
+_GENERATIVE = [
+    (
+        "ddpm",
+        "|f(a x0 + s eps, t) - target|^2, target eps, x0 or v = a eps - s x0",
+        "Ho et al. 2020, arXiv:2006.11239",
+        _OBJECTIVES + "diffusion",
+    ),
+    (
+        "flow",
+        "|f((1 - t) x0 + t eps, t) - (eps - x0)|^2",
+        "Lipman et al. 2023, arXiv:2210.02747",
+        _OBJECTIVES + "flow",
+    ),
+]
+
 CATALOG: Mapping[str, ObjectiveInfo] = MappingProxyType(
     {
         row[0]: ObjectiveInfo(*row)
-        for row in (*_LANGUAGE_MODEL, *_DISTILLATION, *_PREFERENCES, *_POLICY_GRADIENTS, *_ESTIMATORS)
+        for row in (
+            *_LANGUAGE_MODEL,
+            *_DISTILLATION,
+            *_PREFERENCES,
+            *_POLICY_GRADIENTS,
+            *_ESTIMATORS,
+            *_GENERATIVE,
+        )
     }
 )

@@ -67,23 +67,18 @@ class RowTask(Task[MicroBatch]):
         settings = self.config.model_dump(mode="json", exclude=set(ROWS_NOT_HASHED))
         return {"task": self.name, **settings, "data": self.fingerprint}
 
-    def _update(self) -> Update:
-        return Update(
-            self.objective,
-            all_adamw(self.networks, self.config.lr, self.trained_prefix),
-            weight_decay=self.config.weight_decay,
-            eps=ADAM_EPS,
-        )
+    def updates(self) -> list[Update]:
+        """Return the updates of a step, in order."""
+        optims = all_adamw(self.networks, self.config.lr, self.trained_prefix)
+        return [Update(self.objective, optims, weight_decay=self.config.weight_decay, eps=ADAM_EPS)]
 
     def allocate(self, replicas: int) -> SharedState:
-        return SharedState.allocate(
-            self.networks, self._update().param_optims, replicas, contiguous=replicas == 1
-        )
+        return SharedState.for_updates(self.networks, self.updates(), replicas)
 
     def make_learner(self, trainer: Trainer[MicroBatch]) -> Learner:
         self.rank, self.replicas = trainer.group.rank, trainer.group.size
-        update = replace(self._update(), accept_step=trainer.accept_step)
-        return Learner(self.networks, [update], trainer.shared, trainer.group, steps_done=trainer.rounds_done)
+        updates = [replace(update, accept_step=trainer.accept_step) for update in self.updates()]
+        return Learner(self.networks, updates, trainer.shared, trainer.group, steps_done=trainer.rounds_done)
 
     def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats:
         rows = self.config.batch_size

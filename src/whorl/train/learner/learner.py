@@ -121,11 +121,11 @@ class SharedState:
         return cls(weights, state, gradients, ids, values, buffers, has_gradient)
 
     @classmethod
-    def for_updates(cls, networks: nn.Module, updates: Sequence[Update]) -> SharedState:
-        """Allocate for one replica, without moments of the parameters that an update moves itself (`Update.apply`)."""
+    def for_updates(cls, networks: nn.Module, updates: Sequence[Update], replicas: int = 1) -> SharedState:
+        """Allocate, without moments of the parameters that an update moves itself (`Update.apply`)."""
         param_optims = {n: t for update in updates for n, t in update.param_optims.items()}
         stateless = {n for update in updates if update.apply is not None for n in update.param_optims}
-        return cls.allocate(networks, param_optims, contiguous=True, stateless=stateless)
+        return cls.allocate(networks, param_optims, replicas, contiguous=replicas == 1, stateless=stateless)
 
     def allocate_averages(self, replicas: int) -> None:
         """Allocate averages of all weights, initialized with the weights."""

@@ -1,0 +1,81 @@
+"""Denoising: a network predicts a quantity of a Gaussian path. Diffusion and flow matching differ in path and quantity.
+
+The labels of some rows are dropped, so that one network is the model of each class and of all. Guidance moves its prediction
+away from that without a class (Ho & Salimans 2022, arXiv:2207.12598, eq. 6, with guidance = 1 + w):
+
+    f = f(x, t) + guidance (f(x, t, label) - f(x, t))
+
+The quantities are linear in each other, so the rule is the same for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from whorl.errors import ConfigError
+from whorl.generative.likelihood import log_likelihood
+from whorl.generative.methods.method import GenerativeConfig, GenerativeMethod
+from whorl.generative.samplers import Estimate, Sampler, clamp_data, draw
+from whorl.objectives.diffusion import GaussianPath, Prediction
+
+
+class DenoisingConfig(GenerativeConfig):
+    """Settings of diffusion and flow matching."""
+
+    label_dropout: float = Field(
+        default=0.1, ge=0, le=1, description="probability that a row's label is dropped"
+    )
+
+
+class Denoising(GenerativeMethod):
+    """path: from data to noise. prediction: of the network."""
+
+    path: GaussianPath
+    prediction: Prediction
+
+    def make_networks(self, rng: torch.Generator) -> nn.Module:
+        return self.make_denoiser(rng)
+
+    def draw_labels(self, labels: Tensor | None, rng: torch.Generator) -> dict[str, Tensor]:
+        """Return the labels [N], some of them replaced by the number that means no class; nothing without labels."""
+        if labels is None:
+            return {}
+        dropped = torch.rand(len(labels), generator=rng) < self.config.label_dropout
+        return {"labels": torch.where(dropped, self.n_classes, labels)}
+
+    def estimate(self, networks: Any, labels: Tensor | None = None, guidance: float = 1.0) -> Estimate:
+        """Return the function from (x_t, t) to x_0 and eps, for rows of these classes."""
+
+        def found(x: Tensor, t: float) -> tuple[Tensor, Tensor]:
+            time = x.new_full((len(x),), t)
+            value = networks(x, time, labels)
+            if labels is not None and guidance != 1:
+                free = networks(x, time)
+                value = free + guidance * (value - free)
+            return self.path.at(t, x).split(self.prediction, value, x)
+
+        return found
+
+    def sample(
+        self, networks: Any, n: int, rng: torch.Generator, *, steps: int, sampler: Sampler, label: int | None = None,
+        guidance: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        if label is None and guidance != 1:
+            raise ConfigError(
+                f"guidance is {guidance:g} without a label", expected="a label", do="give --label"
+            )
+        if label is not None and not 0 <= label < self.n_classes:
+            classes = f"0 to {self.n_classes - 1}" if self.n_classes else "no label: it was trained without"
+            raise ConfigError(f"the model has no class {label}", expected=classes)
+        device = next(networks.parameters()).device
+        x = torch.randn(n, *self.info.shape, generator=rng).to(device)
+        labels = None if label is None else torch.full((n,), label, device=device)
+        estimate = clamp_data(self.path, self.estimate(networks, labels, guidance), self.info.limit)
+        return draw(self.path, estimate, x, steps, sampler, rng)
+
+    def log_likelihood(self, networks: Any, x: Tensor) -> Tensor:
+        return log_likelihood(self.path, self.estimate(networks), x)

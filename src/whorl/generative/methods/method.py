@@ -1,0 +1,116 @@
+"""A generative method: everything that distinguishes one from another.
+
+    Config          its settings
+    make_networks   what is trained
+    draws           the random fields of a batch, such as noise, times and dropped labels
+    updates         losses, and which parameters each of them trains
+    sample          samples of the trained networks
+    log_likelihood  log-densities, where the method has them
+
+The loop, the optimizers and checkpoints belong to `GenerativeTask` and the trainer. Noise is data: the draws of a step
+follow from the seed and the step number, for the whole batch. So a run on other ranks, or a resumed one, draws the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from whorl.errors import ConfigError
+from whorl.generative.data import DataInfo
+from whorl.generative.samplers import Sampler
+from whorl.models.vector_denoiser import VectorDenoiser
+from whorl.models.vision.dit import DiT
+from whorl.objectives.next_token import Loss
+from whorl.train.config import RowScheduleConfig, RowTrainConfig
+from whorl.train.learner.update import MicroBatch, Update, all_adamw
+from whorl.train.rows import ADAM_EPS
+
+
+class GenerativeConfig(RowTrainConfig):
+    """Settings of every method: all that determines a model's weights, given the data."""
+
+    method: str
+    steps: int = Field(default=4000, ge=1)
+    batch_size: int = Field(default=128, ge=2, description="rows per step")
+    lr: float = Field(default=2e-3, gt=0, description="peak learning rate")
+    weight_decay: float = Field(default=0.0, ge=0, description="of weight matrices")
+    threads: int | None = Field(default=1, ge=1, description="torch threads; 1 suits tiny networks")
+    train: RowScheduleConfig = Field(default=RowScheduleConfig(ema=0.999), description="the update loop")
+    width: int = Field(default=128, ge=8, multiple_of=2, description="of the network")
+    depth: int = Field(default=3, ge=1, description="blocks of the network")
+    n_heads: int = Field(default=4, ge=1, description="pictures: attention heads of the DiT")
+    patch: int = Field(default=2, ge=1, description="pictures: side of a patch of the DiT")
+
+
+class GenerativeMethod(ABC):
+    """One method with its settings, for data of one kind."""
+
+    Config: ClassVar[type[GenerativeConfig]]
+
+    def __init__(self, config: Any, info: DataInfo) -> None:
+        self.config, self.info = config, info
+
+    @property
+    def n_classes(self) -> int:
+        return len(self.info.classes)
+
+    def make_denoiser(self, rng: torch.Generator) -> nn.Module:
+        """Return a network (x [N, *shape], times [N], classes [N] or None) -> [N, *shape]: an MLP, or a DiT of pictures."""
+        c, shape = self.config, self.info.shape
+        if not self.info.is_pictures:
+            return VectorDenoiser(shape[0], c.width, c.depth, self.n_classes, rng)
+        return DiT(
+            shape[1], shape[0], patch=c.patch, width=c.width, depth=c.depth, n_heads=c.n_heads,
+            n_classes=self.n_classes, generator=rng,
+        )  # fmt: skip
+
+    @abstractmethod
+    def make_networks(self, rng: torch.Generator) -> nn.Module:
+        """Return untrained networks. The same generator gives the same bits."""
+
+    @abstractmethod
+    def draws(self, data: Tensor, labels: Tensor | None, rng: torch.Generator) -> dict[str, Tensor]:
+        """Return the random fields of a batch, each [N, ...], for rows [N, *shape] and their labels [N]."""
+
+    @abstractmethod
+    def loss(self, networks: Any, batch: MicroBatch) -> Loss:
+        """Return the loss on `data` with its draws."""
+
+    def updates(self, networks: nn.Module) -> Sequence[Update]:
+        """Return the updates of a step, in order: by default one, AdamW on all parameters."""
+        c = self.config
+        return [
+            Update(
+                partial(self.loss, networks),
+                all_adamw(networks, c.lr),
+                weight_decay=c.weight_decay,
+                eps=ADAM_EPS,
+            )
+        ]
+
+    @abstractmethod
+    def sample(
+        self, networks: Any, n: int, rng: torch.Generator, *, steps: int, sampler: Sampler, label: int | None = None,
+        guidance: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """Return samples [n, *shape].
+
+        Args:
+            steps: of the sampler. label: number of a class; None for all. guidance: 1 for none.
+
+        Raises:
+            ConfigError: the model has no such class, or no classes.
+        """
+
+    def log_likelihood(self, networks: Any, x: Tensor) -> Tensor:
+        """Return log-densities [N] in nats of x [N, *shape]. Raises ConfigError: the method has none."""
+        raise ConfigError(
+            f"{self.config.method} has no likelihood", expected="one of the distances of `whorl gen compare`"
+        )
