@@ -90,6 +90,7 @@ def test_methods_lists_methods_and_settings_of_one(tmp_path: Path) -> None:
     assert "epsilon" in settings["exploration"] and "random_steps" in settings["exploration"]
     # The description of a field whose default alone is overridden is that of the parent.
     assert "128" in settings["batch_size"] and "steps in a minibatch" in settings["batch_size"]
+    assert "n_step=3" in settings["CartPole-v1"]
     assert "did you mean 'sac'" in refuse(tmp_path, "rl", "methods", "sacc")
 
 

@@ -163,7 +163,7 @@ def methods(
     """
     import sys
 
-    from whorl.agents.methods.registration import METHODS, parse_config
+    from whorl.agents.methods.registration import METHODS, TUNED_OVERRIDES, parse_config
 
     if method is None:
         for name, kind in METHODS.items():
@@ -179,3 +179,6 @@ def methods(
             fields = [getattr(base, "model_fields", {}).get(name) for base in METHODS[method].Config.__mro__]
             text = next((f.description for f in fields if f is not None and f.description), "")
             print(f"{name:<20} {default!s:<12} {text}".rstrip())
+    for (tuned, environment), settings in TUNED_OVERRIDES.items():
+        if tuned == method:
+            print(f"{environment} has other defaults: {', '.join(f'{n}={v}' for n, v in settings.items())}")
