@@ -22,7 +22,7 @@ from whorl.agents.methods.registration import make_config
 from whorl.agents.seed_statistics import SummaryCurve, interquartile_curve
 from whorl.agents.task import TrainingProgress, train
 
-SMALL = {"hidden": (64, 64), "batch_size": 64}
+SMALL = {"learning_starts": 256, "hidden": (64, 64), "batch_size": 64}
 # method, environment, steps, settings that differ from the defaults
 RUNS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("reinforce", "CartPole-v1", 50_000, {}), ("a2c", "CartPole-v1", 50_000, {}),
@@ -88,7 +88,7 @@ def main() -> None:
         parser.add_argument("--scale", type=float, default=1.0, help="factor on the steps")
         parser.add_argument("--picture", type=Path)
 
-    args = parse(__doc__, arguments, smoke={"seeds": 1, "scale": 0.13})
+    args = parse(__doc__, arguments, smoke={"seeds": 1, "scale": 0.2})
     torch.set_num_threads(1)
     found: dict[str, SummaryCurve] = {}
     grown: dict[str, tuple[float, float]] = {}
