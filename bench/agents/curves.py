@@ -1,4 +1,4 @@
-"""Learning curves: training return over environment steps, one panel per method, and the picture of docs/agents.md.
+"""Learning curves: training return over environment steps, one panel per method, and a picture of them.
 
 python bench/agents/curves.py --picture docs/agents_curves.png     # three seeds, about ten minutes on one core
 python bench/agents/curves.py --only sac --seeds 5

@@ -160,12 +160,17 @@ def main() -> None:
             if name == "rejax" and mark == "training":
                 continue
             peer_steps, seconds = middle.get(name, (0, 0.0))  # 0: not installed
+            variants = {
+                "Stable-Baselines3": "" if mark == "training" else mark,
+                "SBX": f"{mark}-sbx",
+                "rejax": "rejax",
+            }
             ratio = seconds / ours if math.isfinite(ours) else 0.0
             claim(
                 f"PPO to the {mark} bar on CartPole-v1, {solved} of {len(rows)} seeds: seconds of {name} over ours",
                 ours=round(ours, 2), peer=round(seconds, 2), unit="s", ratio=ratio, bar=bar,
                 ok=ratio >= bar and solved == len(rows), quick=args.quick, peer_name=name,
-                variant=f"{mark}-{name.lower()}", samples=[{"steps": [steps, peer_steps]}, *rows],
+                variant=variants[name], samples=[{"steps": [steps, peer_steps]}, *rows],
             )  # fmt: skip
 
 

@@ -66,7 +66,9 @@ class Denoising(GenerativeMethod):
     ) -> Tensor:  # fmt: skip
         if label is None and guidance != 1:
             raise ConfigError(
-                f"guidance is {guidance:g} without a label", expected="a label", do="give --label"
+                f"guidance is {guidance:g} without a label",
+                expected="a label",
+                do="give a label, or guidance=1",
             )
         if label is not None and not 0 <= label < self.n_classes:
             classes = f"0 to {self.n_classes - 1}" if self.n_classes else "no label: it was trained without"

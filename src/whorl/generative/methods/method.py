@@ -112,5 +112,5 @@ class GenerativeMethod(ABC):
     def log_likelihood(self, networks: Any, x: Tensor) -> Tensor:
         """Return log-densities [N] in nats of x [N, *shape]. Raises ConfigError: the method has none."""
         raise ConfigError(
-            f"{self.config.method} has no likelihood", expected="one of the distances of `whorl gen compare`"
+            f"{self.config.method} has no likelihood", expected="a method that has one: ddpm, flow"
         )
