@@ -12,6 +12,7 @@ from tests.support.images import write_half_dark
 from whorl.errors import ConfigError, DataError
 from whorl.generative.data import Data, open_data, to_pixels, to_rows
 from whorl.generative.densities import DENSITIES, make_density
+from whorl.generative.methods.method import DrawOptions
 from whorl.generative.methods.registration import METHODS, parse_config
 from whorl.generative.task import GenerativeTask
 from whorl.objectives.catalog import CATALOG
@@ -94,7 +95,7 @@ def test_samples_and_likelihood_approach_the_density(method: str, settings: dict
     train_rows(task)
     assert task.held_out_loss() < before
     assert data.density is not None
-    x = task.method.sample(task.networks, 1000, rng, steps=40, sampler="heun")
+    x = task.method.sample(task.networks, 1000, rng, DrawOptions(steps=40))
     near = data.density.log_prob(x) > -5  # the densities between the modes lie far below
     angles = torch.atan2(x[near, 1], x[near, 0]) / (2 * torch.pi) * 8
     counts = (angles.round().long() % 8).bincount(minlength=8)
@@ -134,9 +135,11 @@ def test_bad_input_is_refused(pictures: Data, tmp_path: Path) -> None:
         parse_config("dppm", {})
     task, rng = task_of(pictures), torch.Generator()
     with pytest.raises(ConfigError, match="no class 3"):
-        task.method.sample(task.networks, 1, rng, steps=1, sampler="ddim", label=3)
+        task.method.sample(
+            task.networks, 1, rng, DrawOptions(steps=1, sampler="ddim", labels=torch.tensor([3]))
+        )
     with pytest.raises(ConfigError, match="without a label"):
-        task.method.sample(task.networks, 1, rng, steps=1, sampler="ddim", guidance=2.0)
+        task.method.sample(task.networks, 1, rng, DrawOptions(steps=1, guidance=2.0))
     assert pictures.images is not None
     shape = pictures.images.info.preprocessing.shape
     flat = {name: ImageSplit(pictures.images.split(name).images * 0) for name in ("train", "test")}

@@ -175,7 +175,9 @@ def test_time_limit_holds_under_full_load(bomb: str) -> None:
             assert worker is not None
             root = Path(worker.root)
             seconds = []
-            while min(seconds, default=9) >= 1.5 and len(seconds) < 3:  # a virtual machine may stand still for a while
+            while (
+                min(seconds, default=9) >= 1.5 and len(seconds) < 3
+            ):  # a virtual machine may stand still for a while
                 began = time.monotonic()
                 result = sandbox.run(BOMBS[bomb])
                 seconds.append(time.monotonic() - began)

@@ -16,11 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from whorl.errors import ConfigError
 from whorl.generative.likelihood import log_likelihood
-from whorl.generative.methods.method import GenerativeConfig, GenerativeMethod
-from whorl.generative.samplers import Estimate, Sampler, clamp_data, draw
+from whorl.generative.methods.method import DrawOptions, GenerativeConfig, GenerativeMethod
+from whorl.generative.samplers import Estimate, clamp_data, draw
 from whorl.objectives.diffusion import GaussianPath, Prediction
+
+STEPS = 20  # of sampling, by default
 
 
 class DenoisingConfig(GenerativeConfig):
@@ -34,6 +35,7 @@ class DenoisingConfig(GenerativeConfig):
 class Denoising(GenerativeMethod):
     """path: from data to noise. prediction: of the network."""
 
+    draws_in_steps, likelihood = True, "exact"
     path: GaussianPath
     prediction: Prediction
 
@@ -60,24 +62,13 @@ class Denoising(GenerativeMethod):
 
         return found
 
-    def sample(
-        self, networks: Any, n: int, rng: torch.Generator, *, steps: int, sampler: Sampler, label: int | None = None,
-        guidance: float = 1.0,
-    ) -> Tensor:  # fmt: skip
-        if label is None and guidance != 1:
-            raise ConfigError(
-                f"guidance is {guidance:g} without a label",
-                expected="a label",
-                do="give a label, or guidance=1",
-            )
-        if label is not None and not 0 <= label < self.n_classes:
-            classes = f"0 to {self.n_classes - 1}" if self.n_classes else "no label: it was trained without"
-            raise ConfigError(f"the model has no class {label}", expected=classes)
+    def sample(self, networks: Any, n: int, rng: torch.Generator, options: DrawOptions) -> Tensor:
+        self.check_options(options)
         device = next(networks.parameters()).device
+        labels = None if options.labels is None else options.labels.to(device)
         x = torch.randn(n, *self.info.shape, generator=rng).to(device)
-        labels = None if label is None else torch.full((n,), label, device=device)
-        estimate = clamp_data(self.path, self.estimate(networks, labels, guidance), self.info.limit)
-        return draw(self.path, estimate, x, steps, sampler, rng)
+        estimate = clamp_data(self.path, self.estimate(networks, labels, options.guidance), self.info.limit)
+        return draw(self.path, estimate, x, options.steps or STEPS, options.sampler or "heun", rng)
 
     def log_likelihood(self, networks: Any, x: Tensor) -> Tensor:
         return log_likelihood(self.path, self.estimate(networks), x)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -31,6 +32,8 @@ from whorl.objectives.next_token import Loss
 from whorl.train.config import RowScheduleConfig, RowTrainConfig
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
 from whorl.train.rows import ADAM_EPS
+
+Likelihood = Literal["", "exact", "bound"]
 
 
 class GenerativeConfig(RowTrainConfig):
@@ -49,10 +52,30 @@ class GenerativeConfig(RowTrainConfig):
     patch: int = Field(default=2, ge=1, description="pictures: side of a patch of the DiT")
 
 
+@dataclass(frozen=True)
+class DrawOptions:
+    """How samples are drawn.
+
+    steps, sampler: of methods that draw in steps; None for their defaults. labels: [n] classes; None for all of them.
+    guidance: strength of the class; 1 for none.
+    """
+
+    steps: int | None = None
+    sampler: Sampler | None = None
+    labels: Tensor | None = None
+    guidance: float = 1.0
+
+
 class GenerativeMethod(ABC):
-    """One method with its settings, for data of one kind."""
+    """One method with its settings, for data of one kind.
+
+    draws_in_steps: whether sampling has steps, a sampler and guidance. likelihood: whether `log_likelihood`
+    is exact, a lower bound, or missing ("").
+    """
 
     Config: ClassVar[type[GenerativeConfig]]
+    draws_in_steps: ClassVar[bool] = False
+    likelihood: ClassVar[Likelihood] = ""
 
     def __init__(self, config: Any, info: DataInfo) -> None:
         self.config, self.info = config, info
@@ -95,22 +118,47 @@ class GenerativeMethod(ABC):
             )
         ]
 
-    @abstractmethod
-    def sample(
-        self, networks: Any, n: int, rng: torch.Generator, *, steps: int, sampler: Sampler, label: int | None = None,
-        guidance: float = 1.0,
-    ) -> Tensor:  # fmt: skip
-        """Return samples [n, *shape].
+    def check_options(self, options: DrawOptions) -> None:
+        """Raise ConfigError for options that have no effect on this method, and for classes that it does not have."""
+        name, labels = self.config.method, options.labels
+        if not self.draws_in_steps:
+            for field, value in (("steps", options.steps), ("sampler", options.sampler)):
+                if value is not None:
+                    raise ConfigError(
+                        f"{field} is {value}, but {name} draws in one pass", do=f"leave out {field}"
+                    )
+        if options.guidance != 1 and (labels is None or not self.draws_in_steps):
+            lacks = "without a label" if self.draws_in_steps else f"but {name} has none"
+            raise ConfigError(
+                f"guidance is {options.guidance:g} {lacks}", expected="ddpm or flow with a label",
+                do="give a label, or leave out guidance",
+            )  # fmt: skip
+        if labels is not None and not (
+            self.has_classes and labels.min() >= 0 and labels.max() < self.n_classes
+        ):
+            classes = f"0 to {self.n_classes - 1}" if self.has_classes else "no label: it has no classes"
+            raise ConfigError(f"the model has no class {int(labels.max())}", expected=classes)
 
-        Args:
-            steps: of the sampler. label: number of a class; None for all. guidance: 1 for none.
+    @property
+    def has_classes(self) -> bool:
+        """Whether a sample can be of a given class."""
+        return self.n_classes > 0
+
+    @abstractmethod
+    def sample(self, networks: Any, n: int, rng: torch.Generator, options: DrawOptions) -> Tensor:
+        """Return samples [n, *shape] on the device of the networks.
 
         Raises:
-            ConfigError: the model has no such class, or no classes.
+            ConfigError: see `check_options`.
         """
 
     def log_likelihood(self, networks: Any, x: Tensor) -> Tensor:
-        """Return log-densities [N] in nats of x [N, *shape]. Raises ConfigError: the method has none."""
+        """Return log-densities [N] in nats of x [N, *shape], or lower bounds of them (`likelihood`).
+
+        Raises:
+            ConfigError: the method has none.
+        """
         raise ConfigError(
-            f"{self.config.method} has no likelihood", expected="a method that has one: ddpm, flow"
-        )
+            f"{self.config.method} has no likelihood", expected="a method that has one: ddpm, flow",
+            do="compare samples with held-out data: `whorl gen compare`",
+        )  # fmt: skip
