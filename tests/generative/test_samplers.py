@@ -12,8 +12,8 @@ from whorl.errors import ConfigError, WhorlError
 from whorl.generative.densities import GaussianMixture
 from whorl.generative.likelihood import log_likelihood
 from whorl.generative.samplers import Estimate, ancestral_step, clamp_data, ddim_step, draw, heun_step
-from whorl.objectives.diffusion import CosineSchedule, GaussianPath, LinearBetas
-from whorl.objectives.flow import StraightPath
+from whorl.objectives.generative.diffusion import CosineSchedule, GaussianPath, LinearBetas
+from whorl.objectives.generative.flow import StraightPath
 
 PATHS: list[GaussianPath] = [LinearBetas(), CosineSchedule(), StraightPath()]
 MIXTURE = GaussianMixture(torch.tensor([[-1.0, 0.0], [1.0, 0.5]]), 0.3)

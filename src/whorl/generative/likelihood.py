@@ -19,7 +19,7 @@ from torch import Tensor
 
 from whorl.errors import WhorlError
 from whorl.generative.samplers import Estimate
-from whorl.objectives.diffusion import GaussianPath
+from whorl.objectives.generative.diffusion import GaussianPath
 
 FIRST = 1e-3  # time at which the ODE begins
 Velocity = Callable[[Tensor, float], Tensor]

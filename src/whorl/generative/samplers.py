@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError, one_of
-from whorl.objectives.diffusion import GaussianPath
+from whorl.objectives.generative.diffusion import GaussianPath
 
 Estimate = Callable[[Tensor, float], tuple[Tensor, Tensor]]  # (x_t [N, ...], t) -> (x_0, eps)
 Sampler = Literal["ancestral", "ddim", "heun"]

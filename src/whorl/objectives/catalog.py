@@ -334,13 +334,13 @@ _GENERATIVE = [
         "ddpm",
         "|f(a x0 + s eps, t) - target|^2, target eps, x0 or v = a eps - s x0",
         "Ho et al. 2020, arXiv:2006.11239",
-        _OBJECTIVES + "diffusion",
+        _OBJECTIVES + "generative.diffusion",
     ),
     (
         "flow",
         "|f((1 - t) x0 + t eps, t) - (eps - x0)|^2",
         "Lipman et al. 2023, arXiv:2210.02747",
-        _OBJECTIVES + "flow",
+        _OBJECTIVES + "generative.flow",
     ),
 ]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from whorl.generative.data import DataInfo
 from whorl.generative.methods.denoising import Denoising, DenoisingConfig
 from whorl.generative.methods.method import GenerativeConfig
-from whorl.objectives.diffusion import DIFFUSION_STEPS, SCHEDULES, denoising
+from whorl.objectives.generative.diffusion import DIFFUSION_STEPS, SCHEDULES, denoising
 from whorl.objectives.next_token import Loss
 from whorl.train.learner.update import MicroBatch
 

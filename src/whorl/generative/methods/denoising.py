@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from whorl.generative.likelihood import log_likelihood
 from whorl.generative.methods.method import DrawOptions, GenerativeConfig, GenerativeMethod
 from whorl.generative.samplers import Estimate, clamp_data, draw
-from whorl.objectives.diffusion import GaussianPath, Prediction
+from whorl.objectives.generative.diffusion import GaussianPath, Prediction
 
 STEPS = 20  # of sampling, by default
 

@@ -1,6 +1,6 @@
 """Flow matching: DDPM with a straight path, a continuous time and the velocity (Lipman et al. 2023, arXiv:2210.02747).
 
-With `coupling = "optimal"` the noise of a batch is paired with its data by optimal transport (`objectives/flow.py`).
+With `coupling = "optimal"` the noise of a batch is paired with its data by optimal transport (`transport_pairs`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from whorl.generative.methods.denoising import Denoising, DenoisingConfig
 from whorl.generative.methods.method import GenerativeConfig
-from whorl.objectives.diffusion import GaussianPath, Prediction
-from whorl.objectives.flow import StraightPath, flow_matching, transport_pairs
+from whorl.objectives.generative.diffusion import GaussianPath, Prediction
+from whorl.objectives.generative.flow import StraightPath, flow_matching, transport_pairs
 from whorl.objectives.next_token import Loss
 from whorl.train.learner.update import MicroBatch
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from whorl.generative.densities import GaussianMixture
-from whorl.objectives.diffusion import (
+from whorl.objectives.generative.diffusion import (
     CosineSchedule,
     GaussianPath,
     LinearBetas,
     Prediction,
     denoising,
 )
-from whorl.objectives.flow import StraightPath, flow_matching, transport_pairs
+from whorl.objectives.generative.flow import StraightPath, flow_matching, transport_pairs
 
 PATHS: list[GaussianPath] = [LinearBetas(), CosineSchedule(), StraightPath()]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.objectives.diffusion import GaussianPath, denoising
+from whorl.objectives.generative.diffusion import GaussianPath, denoising
 from whorl.objectives.next_token import Loss
 
 

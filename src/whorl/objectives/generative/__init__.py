@@ -1,0 +1,1 @@
+"""Objectives of generative models: Gaussian paths, bounds of the likelihood, and codes."""
