@@ -39,7 +39,7 @@ def test_full_and_thin_folders_are_reported(tmp_path: Path) -> None:
 
 def test_lines_of_rooms_beyond_their_budget(tmp_path: Path) -> None:
     half = "\n" * 4_150
-    files = {"serve/a.py": half, "http/deep/b.py": half, "cli/c.py": "\n" * 3_801, "plan/d.py": "\n" * 9_999}
+    files = {"serve/a.py": half, "http/deep/b.py": half, "cli/c.py": "\n" * 4_021, "plan/d.py": "\n" * 9_999}
     files |= {f"http/deep/b{i}.py": "" for i in range(3)}
     assert tree(tmp_path, files) == [Violation("lines_over_budget", "cli", 1)]
 

@@ -37,7 +37,7 @@ FEWEST_FILES = 4
 # Lines of Python in rooms, blank ones and comments too.
 BUDGETS = {
     "evals": 13_000, "corpus": 9_300, "train": 8_200, "nn": 8_600, "align": 8_400, "models": 8_300, "engine": 7_400,
-    "recipes": 5_700, "serve router http loadtest": 8_300, "cli": 3_800, "sandbox": 3_100, "machine": 2_000, "agents": 3_400,
+    "recipes": 5_850, "serve router http loadtest": 8_300, "cli": 4_020, "sandbox": 3_100, "machine": 2_000, "agents": 3_400,
     "generative": 3_200,
 }  # fmt: skip
 LIMITS = {"files_per_folder": 15, "files_missing": 0, "lines_over_budget": 0, "imports_per_file": 15}

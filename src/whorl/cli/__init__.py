@@ -52,6 +52,7 @@ VERBS = {
 }  # verb -> the folder of its module
 GROUPS = {
     "rl": ("jobs", ("train", "solve", "compare", "record", "methods", "environments")),
+    "gen": ("jobs", ("train", "sample", "compare", "methods")),
     "keys": ("serving", ("add", "list", "revoke")),
     "arena": ("serving", ("serve", "judge", "table", "page", "export")),
     "corpus": (

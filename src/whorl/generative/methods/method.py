@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError
-from whorl.generative.data import DataInfo
+from whorl.generative.data import Data, DataInfo
 from whorl.generative.samplers import Sampler
 from whorl.models.vector_denoiser import VectorDenoiser
 from whorl.models.vision.dit import DiT
@@ -162,3 +162,7 @@ class GenerativeMethod(ABC):
             f"{self.config.method} has no likelihood", expected="a method that has one: ddpm, flow",
             do="compare samples with held-out data: `whorl gen compare`",
         )  # fmt: skip
+
+    def diagnose(self, networks: Any, data: Data) -> dict[str, float]:
+        """Return figures that show a collapse, by name; nothing for a method that has no such failure."""
+        return {}

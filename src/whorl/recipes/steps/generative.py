@@ -1,0 +1,139 @@
+"""The step `generative`: train a generative model and measure its samples; `whorl gen train` runs it.
+
+[steps.ddpm]
+uses = "generative"
+parents = ["images", "classifier"]     # a classifier gives the features of the Frechet distance; it may be left out
+method = "ddpm"
+settings = { steps = 2000 }
+
+Without images, `density` names a known density of the plane.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from whorl.errors import ConfigError
+from whorl.recipes.registry import StepContext, step
+from whorl.recipes.stage import train_stage
+from whorl.report import ReportData, render
+from whorl.train.config import RunConfig
+
+if TYPE_CHECKING:
+    from whorl.generative.data import Data
+    from whorl.generative.methods.method import GenerativeConfig
+
+SHOWN = 64  # samples of pictures on the page
+
+
+class GenerativeStepConfig(BaseModel):
+    """Method, data and settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str = Field(default="ddpm", description="a name of `whorl gen methods`")
+    density: str = Field(default="", description="without images: a known density, e.g. 8-gaussians")
+    seed: int = Field(default=0, ge=0)
+    run: RunConfig = Field(default=RunConfig(), description="checkpoints and processes")
+    settings: dict[str, Any] = Field(default={}, description="changes of the method's settings")
+
+    @model_validator(mode="after")
+    def _validate(self) -> GenerativeStepConfig:
+        for name in {"seed", "run"} & self.settings.keys():
+            raise ValueError(f"settings.{name} has no effect; set {name} of the step")
+        return self
+
+    def generative(self) -> GenerativeConfig:
+        """Return all settings. Raises ConfigError: an unknown method or setting, or a value out of range."""
+        from whorl.generative.methods.registration import parse_config
+
+        return parse_config(
+            self.method, {**self.settings, "seed": self.seed, "run": self.run.model_dump(mode="json")}
+        )
+
+
+def _with_preset(config: GenerativeStepConfig, store: object) -> GenerativeStepConfig:
+    """Write out every setting, so that the address changes with the defaults."""
+    found = config.generative().model_dump(mode="json", exclude={"method", "seed", "run"})
+    return config.model_copy(update={"settings": found})
+
+
+@step(
+    "generative", config=GenerativeStepConfig, parents={"images?": "images", "classifier?": "vision"},
+    complete_config=_with_preset, not_hashed=("run",),
+)  # fmt: skip
+def generative(ctx: StepContext, config: GenerativeStepConfig) -> None:
+    """Train a generative model, and measure its samples against held-out data."""
+    import torch
+
+    from whorl.generative.features import PictureClassifier
+    from whorl.generative.measures import draw_measured, likelihoods, measure
+    from whorl.generative.methods.method import DrawOptions
+    from whorl.generative.saved_model import SavedMeasures, save_generative
+    from whorl.generative.task import GenerativeTask
+    from whorl.report.generative import model_report
+    from whorl.train.rows import train_rows
+
+    data = _open(ctx, config)
+    ctx.machine.apply()
+    task = GenerativeTask(data, config.generative(), ctx.machine.device)
+    classifier = None
+    if "classifier" in ctx.parents:
+        classifier = PictureClassifier(ctx.parent_folder("classifier"), data.info, ctx.machine.device)
+    result = train_stage(
+        ctx, f"{config.method} on {data.info.name}", partial(train_rows, task), total=task.steps,
+        note=lambda m: f"loss {m['loss']:.3f}",
+    )  # fmt: skip
+    task.networks.eval()
+    with torch.no_grad():
+        began = time.monotonic()
+        with ctx.progress.task("Drawing samples"):
+            drawn = draw_measured(task.method, task.networks, data, DrawOptions(), config.seed)
+        seconds = time.monotonic() - began
+        with ctx.progress.task("Measuring samples"):
+            found = measure(drawn, data, classifier)
+            found += likelihoods(task.method, task.networks, data)
+            diagnosis = task.method.diagnose(task.networks, data)
+    saved = SavedMeasures(
+        method=config.method, data=data.info.name, fingerprint=data.info.fingerprint, shape=data.info.shape,
+        steps=task.steps, parameters=sum(p.numel() for p in task.networks.parameters()), seconds=result.seconds,
+        sample_seconds=seconds / len(drawn) * 1000, measures=tuple(found),
+        diagnosis=diagnosis,
+    )  # fmt: skip
+    save_generative(ctx.out, task.method, task.networks)
+    (ctx.out / "measures.json").write_text(saved.model_dump_json(indent=1) + "\n")
+    shown = SHOWN if data.info.is_pictures else len(drawn)
+    report = model_report(
+        f"{config.method} on {data.info.name}", saved, drawn[:shown], data.test[:shown], data.info
+    )
+    ctx.report.cards += report.cards
+    ctx.report.blocks[:0] = report.blocks
+    render(
+        ReportData(title=f"{config.method} on {data.info.name}", reports=[(ctx.name, ctx.report)]),
+        ctx.out / "page.html",
+    )
+    first = saved.measures[0]
+    ctx.summary.update(
+        measures={m.name: m.value for m in found}, seconds=result.seconds,
+        headline=f"{first.name} distance {first.value:.3f} (real data {first.floor:.3f})",
+    )  # fmt: skip
+
+
+def _open(ctx: StepContext, config: GenerativeStepConfig) -> Data:
+    """Return the parent `images`, or the density. Raises ConfigError: both or neither are given."""
+    from whorl.generative.data import open_data
+
+    images = ctx.parents.get("images")
+    if (images is None) != bool(config.density):
+        raise ConfigError(
+            f"{ctx.name} has {'no data' if images is None else 'two sets of data'}",
+            expected="either a parent `images`, or density",
+            do=f'add parents = ["images"], or density = "8-gaussians", to steps.{ctx.name}',
+        )
+    if images is None:
+        return open_data(config.density)
+    return open_data(images.name.rpartition("/")[2], ctx.parent_folder("images"))

@@ -1,0 +1,115 @@
+"""`whorl gen`: train, sample, compare, methods; the page in Chromium."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.cli import refuse, succeed
+from tests.support.serve.browser_pages import browser  # noqa: F401  (a fixture)
+
+from whorl.generative import measures
+from whorl.generative.methods.registration import METHODS
+from whorl.store import Store
+
+QUICK = ("--steps", 20, "--set", "width=16", "--set", "depth=1", "--set", "batch_size=32")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose store has two models of a density, and one of digits."""
+    pytest.importorskip("sklearn")
+    folder = tmp_path_factory.mktemp("generative")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measures, "GROUP", 100)
+        patch.setattr(measures, "LIKELIHOOD_ROWS", 20)
+        succeed(folder, "gen", "train", "flow", "25-gaussians", *QUICK)
+        succeed(folder, "gen", "train", "ddpm", "25-gaussians", *QUICK, "--set", "schedule=cosine")
+        succeed(folder, "gen", "train", "flow", "digits", *QUICK, "--set", "n_heads=2")
+    return folder
+
+
+def test_model_of_digits_has_measures_and_a_lineage(trained: Path) -> None:
+    store = Store(trained / ".whorl")
+    found = store.open("flow-digits")
+    saved = json.loads(found.file("measures.json").read_text())
+    names = [m["name"] for m in saved["measures"]]
+    assert {"Frechet", "classes held", "nearest"} <= {*names} and saved["data"] == "digits"
+    frechet = saved["measures"][names.index("Frechet")]
+    assert frechet["value"] > frechet["floor"] > 0 and "classifier" in frechet["note"]
+    assert [store.find(a).kind for a in found.parents.values()] == ["images", "vision"]
+
+
+def test_sample_writes_a_picture(trained: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    words = (
+        "gen",
+        "sample",
+        "flow-digits",
+        "-n",
+        6,
+        "--steps",
+        2,
+        "--label",
+        "7",
+        "--guidance",
+        2,
+        "--out",
+        "a.png",
+    )
+    assert "wrote a.png: 6 samples" in succeed(trained, *words).stdout
+    assert image.open(trained / "a.png").size == (3 * 34, 2 * 34)
+    succeed(trained, *words[:-1], "b.png")
+    assert (trained / "a.png").read_bytes() == (trained / "b.png").read_bytes(), "the seed decides"
+    succeed(trained, *words[:-1], "c.png", "--seed", 1)
+    assert (trained / "a.png").read_bytes() != (trained / "c.png").read_bytes()
+
+
+def test_compare_prints_a_table_and_writes_a_page(trained: Path) -> None:
+    printed = succeed(trained, "gen", "compare", "flow-25-gaussians", "ddpm-25-gaussians").stdout
+    rows = [line.split()[0] for line in printed.splitlines() if line[:4] in ("flow", "ddpm", "real")]
+    assert rows == ["flow-25-gaussians", "ddpm-25-gaussians", "real"] and "bits per dimension" in printed
+    message = refuse(trained, "gen", "compare", "flow-25-gaussians", "flow-digits")
+    assert "is a model of digits" in message and "models of the same data" in message
+
+
+@pytest.mark.browser
+def test_page_shows_samples_beside_data(trained: Path, browser: Any) -> None:  # noqa: F811
+    page = browser.new_page()
+    messages: list[str] = []
+    page.on("console", lambda message: messages.append(message.text))
+    page.goto(Store(trained / ".whorl").open("flow-digits").file("page.html").as_uri())
+    widths = page.locator("img").evaluate_all("images => images.map(i => i.naturalWidth)")
+    assert widths == [8 * 34, 8 * 34] and not messages
+    assert "Held-out data" in page.inner_text("body") and "sliced Wasserstein" in page.inner_text("body")
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train", "flow", "8-gausians"), "8-gaussians"),
+        (("train", "flwo", "8-gaussians"), "unknown method 'flwo'"),
+        (("train", "flow", "8-gaussians", "--set", "widht=3"), "unknown setting 'widht'"),
+        (("train", "flow", "8-gaussians", "--set", "width"), "--set FIELD=VALUE"),
+        (("train", "flow", "8-gaussians", "--set", "seed=3"), "settings.seed has no effect"),
+        (("sample", "flow-digits", "--label", "x"), "no class 'x'"),
+        (("sample", "flow-digits", "--guidance", 3), "without a label"),
+        (("sample", "flow-25-gaussians", "--label", "1"), "trained without"),
+        (("sample", "flow-digits", "--sampler", "dimm"), "ddim"),
+        (("sample", "digits"), "a generative model"),
+        (("methods", "dppm"), "unknown method 'dppm'"),
+    ],
+)
+def test_gen_refuses(trained: Path, words: tuple[object, ...], message: str) -> None:
+    assert message in refuse(trained, "gen", *words)
+
+
+def test_methods_are_listed_with_their_settings(tmp_path: Path) -> None:
+    listed = succeed(tmp_path, "gen", "methods").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == [*METHODS] and all(
+        len(line.split()) > 3 for line in listed
+    )
+    assert "schedule" in succeed(tmp_path, "gen", "methods", "ddpm").stdout
