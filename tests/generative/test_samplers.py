@@ -14,8 +14,10 @@ from whorl.generative.likelihood import log_likelihood
 from whorl.generative.samplers import Estimate, ancestral_step, clamp_data, ddim_step, draw, heun_step
 from whorl.objectives.generative.diffusion import CosineSchedule, GaussianPath, LinearBetas
 from whorl.objectives.generative.flow import StraightPath
+from whorl.objectives.generative.score import VarianceExploding
 
-PATHS: list[GaussianPath] = [LinearBetas(), CosineSchedule(), StraightPath()]
+EXPLODING = VarianceExploding(0.01, 80.0)
+PATHS: list[GaussianPath] = [LinearBetas(), CosineSchedule(), StraightPath(), EXPLODING]
 MIXTURE = GaussianMixture(torch.tensor([[-1.0, 0.0], [1.0, 0.5]]), 0.3)
 
 
@@ -72,12 +74,12 @@ def test_ddim_and_heun_steps_are_the_published_ones() -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_exact_scores_give_samples_of_the_mixture(path: GaussianPath, sampler: str) -> None:
     rng = torch.Generator().manual_seed(0)
-    x = torch.randn(3000, 2, generator=rng)
+    x = path.start_std * torch.randn(3000, 2, generator=rng)
     estimate = clamp_data(path, exact(path, MIXTURE), 3.0)
     if isinstance(path, StraightPath):  # eps gives no x_0 where a is 0: begin where it is defined
         path = type("Shorter", (StraightPath,), {"last": 0.999})()
     # The posterior of a single x_0 is narrower than that of a mixture; the deficit falls with the number of steps.
-    steps = 200 if sampler == "ancestral" else 50
+    steps = 50 if sampler == "heun" else 200
     found = draw(path, estimate, x, steps, sampler, rng)  # type: ignore[arg-type]
     right = found[:, 0] > 0
     assert abs(float(right.double().mean()) - 0.5) < 0.03
@@ -92,7 +94,7 @@ def test_unknown_sampler_is_refused() -> None:
         draw(StraightPath(), exact(StraightPath(), MIXTURE), torch.zeros(1, 2), 2, "dimm", rng)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("path", [LinearBetas(), CosineSchedule()])
+@pytest.mark.parametrize("path", [LinearBetas(), CosineSchedule(), EXPLODING])
 def test_density_of_the_exact_score_integrates_to_one(path: GaussianPath) -> None:
     side = torch.linspace(-2.6, 2.6, 40, dtype=torch.float64)
     grid = torch.cartesian_prod(side, side)

@@ -66,5 +66,5 @@ def log_likelihood(path: GaussianPath, estimate: Estimate, x: Tensor, tolerance:
             do="raise the tolerance, or train longer",
         )
     end = torch.from_numpy(result.y[:, -1])
-    squares = end[: n * size].view(n, size).square().sum(1)
-    return end[n * size :] - squares / 2 - size * math.log(2 * math.pi) / 2
+    squares = (end[: n * size].view(n, size) / path.start_std).square().sum(1)
+    return end[n * size :] - squares / 2 - size * math.log(path.start_std * math.sqrt(2 * math.pi))

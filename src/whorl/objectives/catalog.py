@@ -342,6 +342,12 @@ _GENERATIVE = [
         "Lipman et al. 2023, arXiv:2210.02747",
         _OBJECTIVES + "generative.flow",
     ),
+    (
+        "score",
+        "|s f(x0 + s eps, t) + eps|^2, s from low to high",
+        "Song & Ermon 2019, arXiv:1907.05600",
+        _OBJECTIVES + "generative.score",
+    ),
 ]
 
 CATALOG: Mapping[str, ObjectiveInfo] = MappingProxyType(

@@ -18,8 +18,9 @@ from whorl.objectives.generative.diffusion import (
     denoising,
 )
 from whorl.objectives.generative.flow import StraightPath, flow_matching, transport_pairs
+from whorl.objectives.generative.score import VarianceExploding, score_matching
 
-PATHS: list[GaussianPath] = [LinearBetas(), CosineSchedule(), StraightPath()]
+PATHS: list[GaussianPath] = [LinearBetas(), CosineSchedule(), StraightPath(), VarianceExploding(0.02, 8.0)]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -87,6 +88,16 @@ def test_losses_are_sums_of_means_over_dimensions() -> None:
     parts = [denoising(a[i : i + 1], b[i : i + 1]).total for i in range(5)]
     torch.testing.assert_close(sum(parts), found.total)
     torch.testing.assert_close(flow_matching(b - a, a, b).total, torch.tensor(0.0))
+    point = VarianceExploding(0.02, 8.0).at(torch.linspace(0.1, 0.9, 5), a)
+    weighted = point.s.square() * (b - point.value("score", a, a)).square()  # sigma^2 |score - target|^2
+    torch.testing.assert_close(score_matching(b, a, point.s).total, weighted.sum() / 6)
+
+
+def test_noise_scales_are_geometric() -> None:
+    path = VarianceExploding(0.01, 10.0)
+    a, s, _, _ = path.coefficients(torch.linspace(0, 1, 4, dtype=torch.float64))
+    torch.testing.assert_close(s, torch.tensor([0.01, 0.1, 1.0, 10.0], dtype=torch.float64))
+    assert torch.equal(a, torch.ones_like(a)) and path.start_std == 10
 
 
 def test_transport_pairs_have_the_least_cost_within_classes() -> None:

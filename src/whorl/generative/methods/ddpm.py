@@ -47,5 +47,5 @@ class DDPM(Denoising):
     def loss(self, networks: Any, batch: MicroBatch) -> Loss:
         data, noise, time = batch["data"], batch["noise"], batch["time"]
         point = self.path.at(time, data)
-        predicted = networks(point.noisy(data, noise), time, batch.get("labels"))
+        predicted = self.predict(networks, point.noisy(data, noise), time, batch.get("labels"))
         return denoising(predicted, point.value(self.prediction, data, noise))

@@ -49,14 +49,19 @@ class Denoising(GenerativeMethod):
         dropped = torch.rand(len(labels), generator=rng) < self.config.label_dropout
         return {"labels": torch.where(dropped, self.n_classes, labels)}
 
+    def predict(self, networks: Any, x: Tensor, time: Tensor, labels: Tensor | None) -> Tensor:
+        """Return the prediction [N, ...] at x_t [N, ...], times [N] and classes [N]."""
+        found: Tensor = networks(x, time, labels)
+        return found
+
     def estimate(self, networks: Any, labels: Tensor | None = None, guidance: float = 1.0) -> Estimate:
         """Return the function from (x_t, t) to x_0 and eps, for rows of these classes."""
 
         def found(x: Tensor, t: float) -> tuple[Tensor, Tensor]:
             time = x.new_full((len(x),), t)
-            value = networks(x, time, labels)
+            value = self.predict(networks, x, time, labels)
             if labels is not None and guidance != 1:
-                free = networks(x, time)
+                free = self.predict(networks, x, time, None)
                 value = free + guidance * (value - free)
             return self.path.at(t, x).split(self.prediction, value, x)
 
@@ -66,7 +71,7 @@ class Denoising(GenerativeMethod):
         self.check_options(options)
         device = next(networks.parameters()).device
         labels = None if options.labels is None else options.labels.to(device)
-        x = torch.randn(n, *self.info.shape, generator=rng).to(device)
+        x = self.path.start_std * torch.randn(n, *self.info.shape, generator=rng).to(device)
         estimate = clamp_data(self.path, self.estimate(networks, labels, options.guidance), self.info.limit)
         return draw(self.path, estimate, x, options.steps or STEPS, options.sampler or "heun", rng)
 

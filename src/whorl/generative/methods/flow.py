@@ -43,5 +43,6 @@ class Flow(Denoising):
 
     def loss(self, networks: Any, batch: MicroBatch) -> Loss:
         data, noise, time = batch["data"], batch["noise"], batch["time"]
-        predicted = networks(self.path.at(time, data).noisy(data, noise), time, batch.get("labels"))
+        x = self.path.at(time, data).noisy(data, noise)
+        predicted = self.predict(networks, x, time, batch.get("labels"))
         return flow_matching(predicted, data, noise)

@@ -28,6 +28,7 @@ from whorl.generative.data import Data, DataInfo
 from whorl.generative.samplers import Sampler
 from whorl.models.vector_denoiser import VectorDenoiser
 from whorl.models.vision.dit import DiT
+from whorl.models.vision.unet import UNet
 from whorl.objectives.next_token import Loss
 from whorl.train.config import RowScheduleConfig, RowTrainConfig
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
@@ -47,8 +48,9 @@ class GenerativeConfig(RowTrainConfig):
     threads: int | None = Field(default=1, ge=1, description="torch threads; 1 suits tiny networks")
     train: RowScheduleConfig = Field(default=RowScheduleConfig(ema=0.999), description="the update loop")
     width: int = Field(default=128, ge=8, multiple_of=2, description="of the network")
-    depth: int = Field(default=3, ge=1, description="blocks of the network")
-    n_heads: int = Field(default=4, ge=1, description="pictures: attention heads of the DiT")
+    depth: int = Field(default=3, ge=1, description="blocks of the network, or levels of a U-Net")
+    network: Literal["dit", "unet"] = Field(default="dit", description="pictures: the kind of network")
+    n_heads: int = Field(default=4, ge=1, description="pictures: attention heads")
     patch: int = Field(default=2, ge=1, description="pictures: side of a patch of the DiT")
 
 
@@ -85,14 +87,14 @@ class GenerativeMethod(ABC):
         return len(self.info.classes)
 
     def make_denoiser(self, rng: torch.Generator) -> nn.Module:
-        """Return a network (x [N, *shape], times [N], classes [N] or None) -> [N, *shape]: an MLP, or a DiT of pictures."""
+        """Return a network (x [N, *shape], times [N], classes [N] or None) -> [N, *shape], as `config.network` has it."""
         c, shape = self.config, self.info.shape
         if not self.info.is_pictures:
             return VectorDenoiser(shape[0], c.width, c.depth, self.n_classes, rng)
-        return DiT(
-            shape[1], shape[0], patch=c.patch, width=c.width, depth=c.depth, n_heads=c.n_heads,
-            n_classes=self.n_classes, generator=rng,
-        )  # fmt: skip
+        sizes = {"width": c.width, "depth": c.depth, "n_heads": c.n_heads, "n_classes": self.n_classes}
+        if c.network == "unet":
+            return UNet(shape[1], shape[0], **sizes, generator=rng)
+        return DiT(shape[1], shape[0], patch=c.patch, **sizes, generator=rng)
 
     @abstractmethod
     def make_networks(self, rng: torch.Generator) -> nn.Module:

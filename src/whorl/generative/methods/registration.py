@@ -10,8 +10,9 @@ from whorl.errors import ConfigError, example_setting, one_of
 from whorl.generative.methods.ddpm import DDPM
 from whorl.generative.methods.flow import Flow
 from whorl.generative.methods.method import GenerativeConfig, GenerativeMethod
+from whorl.generative.methods.score import ScoreMatching
 
-METHODS: dict[str, type[GenerativeMethod]] = {"ddpm": DDPM, "flow": Flow}
+METHODS: dict[str, type[GenerativeMethod]] = {"ddpm": DDPM, "flow": Flow, "score": ScoreMatching}
 
 
 def parse_config(method: str, changes: Mapping[str, object]) -> GenerativeConfig:

@@ -1,1 +1,1 @@
-"""Objectives of generative models: Gaussian paths, bounds of the likelihood, and codes."""
+"""Objectives of generative models: pure functions of tensors, one file per family."""

@@ -66,9 +66,13 @@ class Point:
 
 
 class GaussianPath(ABC):
-    """The functions a(t) and s(t). last: the time at which sampling begins with pure noise."""
+    """The functions a(t) and s(t).
+
+    last: the time at which sampling begins with pure noise; start_std: the standard deviation of that noise.
+    """
 
     last: ClassVar[float] = 1.0
+    start_std: float = 1.0
 
     @abstractmethod
     def coefficients(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
