@@ -1,0 +1,103 @@
+"""KL divergence from a known density to a model, and modes held: interquartile mean of the seeds with its interval.
+
+python bench/generative/densities.py                       # five seeds each; about half an hour on 2 cores
+python bench/generative/densities.py --only flow-8-gaussians --seeds 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from bench._run import claim, parse
+
+from whorl.agents.seed_statistics import summarize_seeds
+from whorl.generative.data import open_data
+from whorl.generative.measures import draw_measured, likelihoods, measure
+from whorl.generative.methods.method import DrawOptions
+from whorl.generative.methods.registration import parse_config
+from whorl.generative.task import GenerativeTask
+from whorl.train.rows import train_rows
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A model of a density. measure: by name; limit: the most, or the least if `least`. settings: of the method."""
+
+    method: str
+    density: str
+    measure: str
+    limit: float
+    least: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def variant(self) -> str:
+        return f"{self.method}-{self.density}"
+
+
+UNITS = {"KL": "nats", "modes held": "modes"}
+COSINE = (("schedule", "cosine"),)
+BARS = [
+    Bar("flow", "8-gaussians", "KL", 0.05),
+    Bar("ddpm", "8-gaussians", "KL", 0.05, settings=COSINE),
+    Bar("flow", "checkerboard", "KL", 0.10),
+    Bar("ddpm", "checkerboard", "KL", 0.10, settings=COSINE),
+    Bar("ddpm", "25-gaussians", "modes held", 25, least=True, settings=COSINE),
+    Bar("gan", "25-gaussians", "modes held", 25, least=True),
+]
+
+
+def main() -> None:
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--seeds", type=int, default=5)
+        parser.add_argument("--only", default="", help="METHOD-DENSITY")
+        parser.add_argument("--steps", type=int, default=0, help="default: the method's")
+
+    args = parse(__doc__, arguments, smoke={"seeds": 1, "steps": 5, "rows": 20})
+    torch.set_num_threads(1)
+    for bar in BARS:
+        if args.only not in ("", bar.variant):
+            continue
+        values, seconds = list[float](), list[float]()
+        for seed in range(args.seeds):
+            steps = {"steps": args.steps} if args.steps else {}
+            config = parse_config(bar.method, {**dict(bar.settings), **steps, "seed": seed})
+            task, began = GenerativeTask(open_data(bar.density), config), time.perf_counter()
+            train_rows(task)
+            seconds.append(time.perf_counter() - began)
+            task.networks.eval()
+            with torch.no_grad():
+                if bar.measure == "KL":
+                    found = likelihoods(task.method, task.networks, task.data, getattr(args, "rows", None))
+                else:
+                    found = iter(
+                        measure(
+                            draw_measured(task.method, task.networks, task.data, DrawOptions(), seed),
+                            task.data,
+                        )
+                    )
+                values.append(next(m.value for m in found if m.name == bar.measure))
+        summary = summarize_seeds([values], np.random.default_rng(0))
+        mean = summary.mean
+        print(
+            f"{bar.variant}: {bar.measure} {format(summary, '.3f')}, {np.mean(seconds):.0f} s per seed",
+            flush=True,
+        )
+        claim(
+            f"{bar.measure} of {bar.method} on {bar.density}", ours=mean, peer=bar.limit, unit=UNITS[bar.measure],
+            ratio=mean / bar.limit, bar=bar.limit, ok=mean >= bar.limit if bar.least else mean <= bar.limit,
+            variant=bar.variant, samples=values,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
