@@ -156,6 +156,26 @@ def example_setting(model: Any, error: Mapping[str, Any]) -> str:
     return example if is_type and example[0] in "[{" and _NO_EXAMPLE not in example else ""
 
 
+def settings_error(error: Mapping[str, Any], where: str, model: Any, do: str) -> ConfigError:
+    """Return the error of a setting.
+
+    Args:
+        error: an item of `ValidationError.errors()`. where: the file, task or method. model: of pydantic.
+    """
+    *place, last = error["loc"] or ("",)
+    name = ".".join(str(part) for part in error["loc"]) or "a setting"
+    fields = fields_at(model, place)
+    if error["type"] == "extra_forbidden":
+        return ConfigError(f"{where}: {name} is no setting", expected=one_of(str(last), list(fields)), do=do)
+    field = fields.get(str(last))
+    expected = (field.description or "") if field is not None else ""
+    if error["type"] == "missing":
+        return ConfigError(f"{where}: {name} is missing", expected=expected, do=do)
+    example, message = example_setting(model, error), error["msg"].removeprefix("Value error, ")
+    more = f", such as {example}" if example else ""
+    return ConfigError(f"{where}: {name} is wrong: {message}{more}", expected=expected, do=do)
+
+
 def _example(annotation: Any) -> str:
     kind, inner = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
     if kind in (typing.Union, types.UnionType):

@@ -92,7 +92,7 @@ def test_page_shows_samples_beside_data(trained: Path, browser: Any) -> None:  #
     [
         (("train", "flow", "8-gausians"), "8-gaussians"),
         (("train", "flwo", "8-gaussians"), "unknown method 'flwo'"),
-        (("train", "flow", "8-gaussians", "--set", "widht=3"), "unknown setting 'widht'"),
+        (("train", "flow", "8-gaussians", "--set", "widht=3"), "did you mean 'width'"),
         (("train", "flow", "8-gaussians", "--set", "width"), "--set FIELD=VALUE"),
         (("train", "flow", "8-gaussians", "--set", "seed=3"), "settings.seed has no effect"),
         (("sample", "flow-digits", "--label", "x"), "no class 'x'"),

@@ -132,7 +132,7 @@ def test_bad_input_is_refused(pictures: Data, tmp_path: Path) -> None:
         task_of(pictures, batch_size=64)
     with pytest.raises(ConfigError, match="no density has the name '8-gausians'"):
         open_data("8-gausians")
-    with pytest.raises(ConfigError, match="unknown setting 'widht' of ddpm"):
+    with pytest.raises(ConfigError, match="ddpm: widht is no setting"):
         parse_config("ddpm", {"widht": 3})
     with pytest.raises(ConfigError, match="unknown method 'dppm'"):
         parse_config("dppm", {})

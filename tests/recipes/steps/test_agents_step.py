@@ -51,8 +51,9 @@ def test_curve_page_shows_all_records(tmp_path: Path) -> None:
     ("setting", "message"),
     [
         ("ppo.method=sarsas", "unknown method 'sarsas'"),
-        ("ppo.settings={ speed = 3 }", "unknown setting 'speed' of ppo"),
-        ("ppo.settings={ learning_rate = -1 }", "learning_rate: "),
+        ("ppo.settings={ speed = 3 }", "ppo: speed is no setting"),
+        ("ppo.settings={ exploration = { ende = 0.1 } }", "did you mean 'end'"),
+        ("ppo.settings={ learning_rate = -1 }", "learning_rate is wrong"),
         ("ppo.settings={ steps = 100 }", "settings.steps has no effect"),
         ("ppo.environment=Nothing-v0", "unknown environment 'Nothing-v0'"),
     ],

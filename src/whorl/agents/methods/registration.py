@@ -19,7 +19,7 @@ from whorl.agents.methods.ppo import PPO
 from whorl.agents.methods.reinforce import REINFORCE
 from whorl.agents.methods.sac import SAC
 from whorl.agents.methods.trpo import TRPO
-from whorl.errors import ConfigError, example_setting, one_of
+from whorl.errors import ConfigError, one_of, settings_error
 
 METHODS: dict[str, type[Method]] = {
     kind.Config.model_fields["method"].default: kind
@@ -72,20 +72,13 @@ def parse_config(method: str, environment: str, changes: Mapping[str, object]) -
     """
     if method not in METHODS:
         raise ConfigError(f"unknown method {method!r}", expected=one_of(method, list(METHODS)))
-    config_type = METHODS[method].Config
-    known = [name for name in config_type.model_fields if name not in ("method", "environment")]
+    config_type, do = METHODS[method].Config, f"see `whorl rl methods {method}`"
     for name, value in changes.items():
-        if name not in known:
-            raise ConfigError(f"unknown setting {name!r} of {method}", expected=one_of(name, known))
+        if name in ("method", "environment"):
+            raise ConfigError(f"{method}: {name} is no setting", do=do)
         if name in METHODS[method].without_effect and value != config_type.model_fields[name].default:
             raise ConfigError(f"the setting {name!r} has no effect in {method}", do="remove it")
     try:
         return make_config(method, environment, **changes)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the settings"
-        example = example_setting(config_type, first)
-        raise ConfigError(
-            f"{where}: {first['msg'].removeprefix('Value error, ')}", expected=f"for example {example}" if example else "",
-            do=f"see `whorl rl methods {method}`",
-        ) from error  # fmt: skip
+        raise settings_error(error.errors()[0], method, config_type, do) from error

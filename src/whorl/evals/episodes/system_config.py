@@ -28,8 +28,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from whorl.errors import settings_error
 from whorl.evals.episodes.folder import FolderOptions
-from whorl.evals.tasks.config import Paths, read_toml, settings_error
+from whorl.evals.tasks.config import Paths, read_toml
 from whorl.evals.tasks.template import Template
 
 PROMPT = "These documents may help:\n\n{{ documents }}\n\n{{ question }}"
@@ -117,7 +118,9 @@ def read_system(path: Path) -> SystemConfig:
     try:
         config = SystemConfig.model_validate(read_toml(path))
     except ValidationError as error:
-        raise settings_error(error, str(path), SystemConfig, "correct the file of the system") from error
+        raise settings_error(
+            error.errors()[0], str(path), SystemConfig, "correct the file of the system"
+        ) from error
     changes: dict[str, object] = {}
     if (path.parent / config.model).is_dir():
         changes["model"] = str((path.parent / config.model).absolute())

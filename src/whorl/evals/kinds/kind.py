@@ -31,11 +31,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from whorl.errors import ConfigError, one_of
+from whorl.errors import ConfigError, one_of, settings_error
 from whorl.evals.kinds import KINDS
 from whorl.evals.model.requests import Completion, GenerateRequest, Message, Missing, Request, Response, Score
 from whorl.evals.results import ItemResult, Outcome, TaskMeasure
-from whorl.evals.tasks.config import TaskConfig, settings_error
+from whorl.evals.tasks.config import CORRECT_TASK, TaskConfig
 from whorl.evals.tasks.records import Item
 from whorl.evals.tasks.template import Template
 from whorl.tracking.seeds import derive
@@ -177,7 +177,7 @@ class Kind:
             self.options: Any = self.Options.model_validate(self.config.options)
         except ValidationError as error:
             where = f"task {self.config.name}: options of the kind {self.config.kind}"
-            raise settings_error(error, where, self.Options) from error
+            raise settings_error(error.errors()[0], where, self.Options, CORRECT_TASK) from error
         self.template = task.template("template", self.config.template)
         source = self.config.example_answer
         self._example_answer = task.template("example_answer", source) if source else None

@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from whorl.errors import ConfigError, NotApplicableError
+from whorl.errors import ConfigError, NotApplicableError, settings_error
 from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.suites.catalog import catalog_file
 from whorl.evals.tasks.config import (
@@ -31,7 +31,6 @@ from whorl.evals.tasks.config import (
     parse_task,
     read_task_file,
     read_toml,
-    settings_error,
 )
 from whorl.evals.tasks.harness import read_harness_file
 from whorl.evals.tasks.task import load_task
@@ -163,7 +162,7 @@ def _load_file(path: Path, inputs: SuiteInputs, sources: TaskSources) -> list[Ev
     try:
         suite = SuiteConfig.model_validate(read_toml(path))
     except ValidationError as error:
-        raise settings_error(error, str(path), SuiteConfig, "correct the suite file") from error
+        raise settings_error(error.errors()[0], str(path), SuiteConfig, "correct the suite file") from error
     configs = [_configured(each, path) for each in suite.tasks]
     _check_sources(sources, [config.name for config in configs])
     limits = [_least(each.limit, inputs.limit) for each in suite.tasks]

@@ -30,13 +30,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from whorl.errors import ConfigError, example_setting, fields_at, one_of
+from whorl.errors import ConfigError, settings_error
 
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+CORRECT_TASK = "correct the task file; docs/evals.md lists the settings"
 Paths = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
 
@@ -114,29 +115,7 @@ def parse_task(fields: dict[str, Any], where: str) -> TaskConfig:
     try:
         return TaskConfig.model_validate(fields)
     except ValidationError as error:
-        raise settings_error(error, where) from error
-
-
-def settings_error(
-    error: ValidationError,
-    where: str,
-    model: type[BaseModel] = TaskConfig,
-    do: str = "correct the task file; docs/evals.md lists the settings",
-) -> ConfigError:
-    """Return the error for the first wrong setting of `model`. where: file or task, for the message."""
-    first = error.errors()[0]
-    *place, last = first["loc"] or ("",)
-    name = ".".join(str(part) for part in first["loc"])
-    fields = fields_at(model, place)
-    if first["type"] == "extra_forbidden":
-        return ConfigError(f"{where}: {name} is no setting", expected=one_of(str(last), list(fields)), do=do)
-    field = fields.get(str(last))
-    expected = (field.description or "") if field is not None else ""
-    if first["type"] == "missing":
-        return ConfigError(f"{where}: {name} is missing", expected=expected, do=do)
-    example = example_setting(model, first)
-    more = f", such as {example}" if example else ""
-    return ConfigError(f"{where}: {name} is wrong: {first['msg']}{more}", expected=expected, do=do)
+        raise settings_error(error.errors()[0], where, TaskConfig, CORRECT_TASK) from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:
