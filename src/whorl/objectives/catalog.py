@@ -331,6 +331,24 @@ _ESTIMATORS = [
 
 _GENERATIVE = [
     (
+        "ae",
+        "|f(g(x0)) - x0|^2, g(x0) of few dimensions",
+        "Hinton & Salakhutdinov 2006, doi:10.1126/science.1127647",
+        _OBJECTIVES + "generative.diffusion",
+    ),
+    (
+        "vae",
+        "- log p(x0 | z) + beta sum over j of max(KL(q(z[j] | x0) || N(0, 1)), free_bits)",
+        "Kingma & Welling 2014, arXiv:1312.6114; beta: Higgins et al. 2017; free bits: Kingma et al. 2016, arXiv:1606.04934",
+        _OBJECTIVES + "generative.elbo",
+    ),
+    (
+        "vqvae",
+        "- log p(x0 | e) + beta |z - e|^2, e the code nearest to z, codes by moving averages; next_token over codes",
+        "van den Oord et al. 2017, arXiv:1711.00937",
+        _OBJECTIVES + "generative.codes",
+    ),
+    (
         "ddpm",
         "|f(a x0 + s eps, t) - target|^2, target eps, x0 or v = a eps - s x0",
         "Ho et al. 2020, arXiv:2006.11239",

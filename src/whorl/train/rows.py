@@ -80,7 +80,9 @@ class RowTask(Task[MicroBatch]):
         updates = [replace(update, accept_step=trainer.accept_step) for update in self.updates()]
         return Learner(self.networks, updates, trainer.shared, trainer.group, steps_done=trainer.rounds_done)
 
-    def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats:
+    def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats | None:
+        if len(learner.updates) > 1:  # measured for one update
+            return None
         rows = self.config.batch_size
         return LayerStats(learner, steps=self.steps, batch_rows=rows, steps_done=steps_done)
 

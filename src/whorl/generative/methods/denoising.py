@@ -13,23 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from whorl.generative.likelihood import log_likelihood
-from whorl.generative.methods.method import DrawOptions, GenerativeConfig, GenerativeMethod
+from whorl.generative.methods.method import DrawOptions, GenerativeMethod
 from whorl.generative.samplers import Estimate, clamp_data, draw
 from whorl.objectives.generative.diffusion import GaussianPath, Prediction
 
 STEPS = 20  # of sampling, by default
-
-
-class DenoisingConfig(GenerativeConfig):
-    """Settings of diffusion and flow matching."""
-
-    label_dropout: float = Field(
-        default=0.1, ge=0, le=1, description="probability that a row's label is dropped"
-    )
 
 
 class Denoising(GenerativeMethod):
@@ -41,13 +32,6 @@ class Denoising(GenerativeMethod):
 
     def make_networks(self, rng: torch.Generator) -> nn.Module:
         return self.make_denoiser(rng)
-
-    def draw_labels(self, labels: Tensor | None, rng: torch.Generator) -> dict[str, Tensor]:
-        """Return the labels [N], some of them replaced by the number that means no class; nothing without labels."""
-        if labels is None:
-            return {}
-        dropped = torch.rand(len(labels), generator=rng) < self.config.label_dropout
-        return {"labels": torch.where(dropped, self.n_classes, labels)}
 
     def predict(self, networks: Any, x: Tensor, time: Tensor, labels: Tensor | None) -> Tensor:
         """Return the prediction [N, ...] at x_t [N, ...], times [N] and classes [N]."""

@@ -50,8 +50,18 @@ class GenerativeConfig(RowTrainConfig):
     width: int = Field(default=128, ge=8, multiple_of=2, description="of the network")
     depth: int = Field(default=3, ge=1, description="blocks of the network, or levels of a U-Net")
     network: Literal["dit", "unet"] = Field(default="dit", description="pictures: the kind of network")
-    n_heads: int = Field(default=4, ge=1, description="pictures: attention heads")
+    n_heads: int = Field(
+        default=4, ge=1, description="attention heads of pictures, and of the GPT over codes"
+    )
     patch: int = Field(default=2, ge=1, description="pictures: side of a patch of the DiT")
+
+
+class ConditionalConfig(GenerativeConfig):
+    """Settings of methods whose one network is the model of each class and of all."""
+
+    label_dropout: float = Field(
+        default=0.1, ge=0, le=1, description="probability that a row's label is dropped"
+    )
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,13 @@ class GenerativeMethod(ABC):
     @abstractmethod
     def draws(self, data: Tensor, labels: Tensor | None, rng: torch.Generator) -> dict[str, Tensor]:
         """Return the random fields of a batch, each [N, ...], for rows [N, *shape] and their labels [N]."""
+
+    def draw_labels(self, labels: Tensor | None, rng: torch.Generator) -> dict[str, Tensor]:
+        """Return the labels [N] of a `ConditionalConfig`, some of them replaced by the number that means no class."""
+        if labels is None:
+            return {}
+        dropped = torch.rand(len(labels), generator=rng) < self.config.label_dropout
+        return {"labels": torch.where(dropped, self.n_classes, labels)}
 
     @abstractmethod
     def loss(self, networks: Any, batch: MicroBatch) -> Loss:

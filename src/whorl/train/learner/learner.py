@@ -334,10 +334,11 @@ class UpdateState:
             self._reset()
             return {**metrics, "skipped": 1.0}
         clipped = clip_scale(norm, self.update.clip_norm)
-        torch._foreach_mul_(dense, clipped / divisor)
+        if dense:  # a rank may have no share of the parameters
+            torch._foreach_mul_(dense, clipped / divisor)
         if (hook := self._due_hook()) is not None:
             hook.on_gradients(gradients, clipped)
-        if self.update.apply is not None:
+        if self.update.apply is not None and self.dense_names:
             flat = torch.cat([gradients[n].flatten() for n in self.dense_names])
             with torch.enable_grad():
                 metrics |= self.update.apply([self.named[n] for n in self.dense_names], flat)
