@@ -86,12 +86,14 @@ def test_resumed_run_has_the_same_bits(method: str, pictures: Data, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("method", "settings"),
-    [("ddpm", {"prediction": "v", "schedule": "cosine"}), ("flow", {}), ("score", {"steps": 1200})],
+    ("method", "settings", "most"),
+    [("ddpm", {}, 0.4), ("flow", {}, 0.3), ("score", {"steps": 2200}, 0.7)],
 )
-def test_samples_and_likelihood_approach_the_density(method: str, settings: dict[str, Any]) -> None:
+def test_samples_and_likelihood_approach_the_density(
+    method: str, settings: dict[str, Any], most: float
+) -> None:
     data = open_data("8-gaussians")
-    sizes = {"steps": 2500, "batch_size": 128, "width": 128, "depth": 2, "lr": 3e-3}
+    sizes = {"steps": 1500, "batch_size": 128, "width": 128, "depth": 2, "lr": 3e-3}
     task = task_of(data, method, **{**sizes, **settings})
     rng = torch.Generator().manual_seed(0)
     before = task.held_out_loss()
@@ -105,7 +107,7 @@ def test_samples_and_likelihood_approach_the_density(method: str, settings: dict
     assert float(near.double().mean()) > 0.8 and counts.min() > 70, counts
     rows = data.test[:100]
     divergence = data.density.log_prob(rows) - task.method.log_likelihood(task.networks, rows)
-    assert -0.05 < float(divergence.mean()) < 0.4  # nats; 4,000 steps reach 0.03
+    assert -0.05 < float(divergence.mean()) < most  # nats; 4,000 steps of flow reach 0.04
 
 
 @pytest.mark.parametrize("name", DENSITIES)

@@ -1,11 +1,12 @@
 """A network of noisy vectors, times and classes; and the embedding of time and class that image networks share.
 
     c = W_2 silu(W_1 waves(1000 t)) + class[label]                              [B, width]
-    h = W x + c;   h += down(silu(up(silu(h)) + c))   depth times;   out = W silu(h)
+    h = W [x, sin(f x), cos(f x)] + c;   h += down(silu(up(silu(h)) + c))   depth times;   out = W silu(h)
 
 The time embedding is that of Ho et al. 2020 (arXiv:2006.11239, appendix B). Class number `n_classes` means "no class"; its
-vector is trained on rows whose class was dropped (Ho & Salimans 2022, arXiv:2207.12598). There is no layer norm: of a
-vector of the plane it leaves the direction, and the distance from the origin is lost.
+vector is trained on rows whose class was dropped (Ho & Salimans 2022, arXiv:2207.12598). The waves of x let a
+small network resolve narrow modes (Tancik et al. 2020, arXiv:2006.10739). There is no layer norm: of a vector of the plane
+it leaves the direction, and the distance from the origin is lost.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from whorl.nn.absolute_positions import SinusoidalPositions
 from whorl.nn.linear import Linear
 
 TIME_SCALE = 1000.0
+FREQUENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 class Condition(nn.Module):
@@ -50,7 +52,8 @@ class VectorDenoiser(nn.Module):
         super().__init__()
         std = width**-0.5
         self.condition = Condition(width, n_classes, generator)
-        self.first = Linear(d, width, std=d**-0.5, bias=True, generator=generator)
+        inputs = d * (1 + 2 * len(FREQUENCIES))
+        self.first = Linear(inputs, width, std=inputs**-0.5, bias=True, generator=generator)
         self.up = nn.ModuleList(
             [Linear(width, width, std=std, bias=True, generator=generator) for _ in range(depth)]
         )
@@ -59,7 +62,8 @@ class VectorDenoiser(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor, labels: Tensor | None = None) -> Tensor:
         c = self.condition(time, labels)
-        h = self.first(x) + c
+        waves = (x[..., None] * x.new_tensor(FREQUENCIES)).flatten(1)
+        h = self.first(torch.cat([x, waves.sin(), waves.cos()], dim=1)) + c
         for up, down in zip(self.up, self.down, strict=True):
             h = h + down(F.silu(up(F.silu(h)) + c))
         out: Tensor = self.last(F.silu(h))

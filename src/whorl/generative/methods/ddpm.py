@@ -28,8 +28,8 @@ class DDPMConfig(ConditionalConfig):
     """Settings of DDPM."""
 
     method: Literal["ddpm"] = "ddpm"
-    schedule: Literal["linear", "cosine"] = Field(default="linear", description="of the noise")
-    prediction: Literal["eps", "x0", "v"] = Field(default="eps", description="of the network")
+    schedule: Literal["linear", "cosine"] = Field(default="cosine", description="of the noise")
+    prediction: Literal["eps", "x0", "v"] = Field(default="v", description="of the network")
 
 
 class DDPM(Denoising):
