@@ -366,6 +366,12 @@ _GENERATIVE = [
         "Song & Ermon 2019, arXiv:1907.05600",
         _OBJECTIVES + "generative.score",
     ),
+    (
+        "gan",
+        "softplus(-D(x)) + softplus(D(y)), relu(1 - D(x)) + relu(1 + D(y)), or D(y) - D(x) with |grad D| <= 1; y = G(z)",
+        "Goodfellow et al. 2014, arXiv:1406.2661; Arjovsky et al. 2017, arXiv:1701.07875",
+        _OBJECTIVES + "generative.adversarial",
+    ),
 ]
 
 CATALOG: Mapping[str, ObjectiveInfo] = MappingProxyType(

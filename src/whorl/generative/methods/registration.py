@@ -9,15 +9,12 @@ from pydantic import ValidationError
 from whorl.errors import ConfigError, one_of, settings_error
 from whorl.generative.methods.ddpm import DDPM
 from whorl.generative.methods.flow import Flow
+from whorl.generative.methods.gan import GAN
 from whorl.generative.methods.method import GenerativeConfig, GenerativeMethod
 from whorl.generative.methods.score import ScoreMatching
 from whorl.generative.methods.vae import AE, VAE
 from whorl.generative.methods.vqvae import VQVAE
 
-METHODS: dict[str, type[GenerativeMethod]] = {
-    "ae": AE, "vae": VAE, "vqvae": VQVAE,
-    "ddpm": DDPM, "score": ScoreMatching, "flow": Flow,
-}  # fmt: skip
 
 
 def parse_config(method: str, changes: Mapping[str, object]) -> GenerativeConfig:

@@ -344,6 +344,9 @@ class UpdateState:
                 metrics |= self.update.apply([self.named[n] for n in self.dense_names], flat)
         for optimizer in self.optimizers:
             optimizer.step(gradients, lr_scale)
+        if (limit := self.update.max_weight) is not None:
+            for name in self.dense_names:
+                self.named[name].data.clamp_(-limit, limit)
         for tensor, value in kept:
             tensor.copy_(value)
         self._set_steps(self.steps + 1)

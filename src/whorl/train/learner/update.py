@@ -94,6 +94,7 @@ class Update:
         param_optims: by parameter name, all parameters that this update trains.
         every: period in rounds.
         clip_norm: limit on the mean gradient's norm, over all dense parameters.
+        max_weight: largest absolute value of a dense parameter; values beyond it are cut after the step.
         momentum, muon_every: of Muon. betas, eps, fused: of AdamW.
         weight_decay: times each parameter's decay_scale.
         accept_step: maps a step's metrics to whether the step is applied (see `accept_if_finite`, `spike_guard.py`).
@@ -108,6 +109,7 @@ class Update:
     param_optims: Mapping[str, ParamOptim]
     every: int = 1
     clip_norm: float = 1.0
+    max_weight: float | None = None
     momentum: float = 0.95
     muon_every: int = 1
     weight_decay: float = 0.0
