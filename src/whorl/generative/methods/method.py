@@ -149,7 +149,7 @@ class GenerativeMethod(ABC):
         if options.guidance != 1 and (labels is None or not self.draws_in_steps):
             lacks = "without a label" if self.draws_in_steps else f"but {name} has none"
             raise ConfigError(
-                f"guidance is {options.guidance:g} {lacks}", expected="ddpm or flow with a label",
+                f"guidance is {options.guidance:g} {lacks}", expected="ddpm, score or flow with a label",
                 do="give a label, or leave out guidance",
             )  # fmt: skip
         if labels is not None and not (
@@ -178,7 +178,7 @@ class GenerativeMethod(ABC):
             ConfigError: the method has none.
         """
         raise ConfigError(
-            f"{self.config.method} has no likelihood", expected="a method that has one: ddpm, flow",
+            f"{self.config.method} has no likelihood", expected="ddpm, score or flow; vae and vqvae have a bound",
             do="compare samples with held-out data: `whorl gen compare`",
         )  # fmt: skip
 

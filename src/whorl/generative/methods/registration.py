@@ -15,6 +15,10 @@ from whorl.generative.methods.score import ScoreMatching
 from whorl.generative.methods.vae import AE, VAE
 from whorl.generative.methods.vqvae import VQVAE
 
+METHODS: dict[str, type[GenerativeMethod]] = {
+    "ae": AE, "vae": VAE, "vqvae": VQVAE, "gan": GAN,
+    "ddpm": DDPM, "score": ScoreMatching, "flow": Flow,
+}  # fmt: skip
 
 
 def parse_config(method: str, changes: Mapping[str, object]) -> GenerativeConfig:
