@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
+from whorl.models.vector_denoiser import wave_features
 from whorl.nn.convolution import Conv2d, he_std
 from whorl.nn.linear import Linear
 
@@ -47,11 +48,6 @@ def largest_singular_value(weight: Tensor) -> Tensor:
         right = F.normalize(vector, dim=0)
         left = F.normalize(weight @ right, dim=0)
     return left @ weight @ right
-
-
-def wave_features(x: Tensor) -> Tensor:
-    """Return x, sin(f x) and cos(f x) of x [B, d] for all FREQUENCIES f: [B, (1 + 2 F) d]."""
-    return torch.cat([x, *(wave(f * x) for f in FREQUENCIES for wave in (torch.sin, torch.cos))], dim=1)
 
 
 class SpectralNorm(nn.Module):
@@ -98,7 +94,7 @@ class Critic(nn.Module):
                 parametrize.register_parametrization(layer, "weight", SpectralNorm())
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        h = self.feature_scale * wave_features(x) if self.is_vector else x
+        h = self.feature_scale * wave_features(x, FREQUENCIES) if self.is_vector else x
         for layer in self.layers:
             h = F.leaky_relu(layer(h), LEAK)
         h = h.flatten(1)

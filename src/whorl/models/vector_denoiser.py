@@ -11,6 +11,8 @@ it leaves the direction, and the distance from the origin is lost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,6 +45,11 @@ class Condition(nn.Module):
         return found + F.embedding(labels, self.classes)
 
 
+def wave_features(x: Tensor, frequencies: Sequence[float]) -> Tensor:
+    """Return x, sin(f x) and cos(f x) of x [B, d] for all f of F frequencies: [B, (1 + 2 F) d]."""
+    return torch.cat([x, *(wave(f * x) for f in frequencies for wave in (torch.sin, torch.cos))], dim=1)
+
+
 class VectorDenoiser(nn.Module):
     """Map x [B, d], times [B] and classes [B] to [B, d] (see the top of this file). The first output is 0."""
 
@@ -62,8 +69,7 @@ class VectorDenoiser(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor, labels: Tensor | None = None) -> Tensor:
         c = self.condition(time, labels)
-        waves = (x[..., None] * x.new_tensor(FREQUENCIES)).flatten(1)
-        h = self.first(torch.cat([x, waves.sin(), waves.cos()], dim=1)) + c
+        h = self.first(wave_features(x, FREQUENCIES)) + c
         for up, down in zip(self.up, self.down, strict=True):
             h = h + down(F.silu(up(F.silu(h)) + c))
         out: Tensor = self.last(F.silu(h))
