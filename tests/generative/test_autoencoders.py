@@ -78,7 +78,7 @@ def test_vqvae_puts_samples_on_the_modes() -> None:
     assert float(near.double().mean()) > 0.6 and counts.min() > 20, counts
     rows = data.test[:500]
     gap = float((data.density.log_prob(rows) - task.method.log_likelihood(task.networks, rows)).mean())
-    assert -0.05 < gap < 1.5  # nats: the bound lies below the density
+    assert -0.05 < gap < 2.0  # nats: the bound lies below the density
 
 
 @pytest.mark.parametrize("method", ["ae", "vae", "vqvae"])

@@ -1,6 +1,8 @@
-"""GAN: the generator is a denoiser's network at t = 1, trained by a critic in place of a target (arXiv:1406.2661).
+"""GAN: a generator of noise, trained by a critic in place of a target (Goodfellow et al. 2014, arXiv:1406.2661).
 
-    x = f(z, 1, label),  z ~ N(0, I) in the shape of a row
+    x = f(z, label),  z ~ N(0, I) in the shape of a row
+
+The network of pictures is a denoiser's at t = 1. That of vectors is an MLP.
 
 Two updates: the critic in every step, the generator in every `critic_steps`-th. Their losses are those of
 `objectives/generative/adversarial.py`. With "wasserstein" the critic's slope must be bounded (`lipschitz`):
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 from whorl.generative.data import Data, DataInfo
 from whorl.generative.methods.method import DrawOptions, GenerativeConfig, GenerativeMethod
+from whorl.models.autoencoder import VectorCoder
 from whorl.models.critic import Critic
 from whorl.objectives.generative.adversarial import (
     AdversarialLoss,
@@ -79,7 +82,12 @@ class GAN(GenerativeMethod):
             spectral=c.lipschitz == "spectral",
             generator=rng,
         )
-        return nn.ModuleDict({"generator": self.make_denoiser(rng), "critic": critic})
+        if self.info.is_pictures:
+            generating: nn.Module = self.make_denoiser(rng)
+        else:  # waves of the noise, as a denoiser of vectors has, make the map rough
+            size = self.info.shape[0]
+            generating = VectorCoder(size, size, c.width, c.depth, self.n_classes, rng)
+        return nn.ModuleDict({"generator": generating, "critic": critic})
 
     def draws(self, data: Tensor, labels: Tensor | None, rng: torch.Generator) -> dict[str, Tensor]:
         found = {"noise": torch.randn(data.shape, generator=rng), "mix": torch.rand(len(data), generator=rng)}
@@ -118,7 +126,8 @@ class GAN(GenerativeMethod):
 
     def generate(self, networks: Any, noise: Tensor, labels: Tensor | None) -> Tensor:
         """Return samples [N, *shape] of noise [N, *shape] and classes [N]."""
-        found: Tensor = networks["generator"](noise, noise.new_ones(len(noise)), labels)
+        time = (noise.new_ones(len(noise)),) if self.info.is_pictures else ()
+        found: Tensor = networks["generator"](noise, *time, labels)
         return found
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Denoising score matching on a path of growing noise (`objectives/generative/score.py`; arXiv:1907.05600).
+"""Score matching: the gradient of the log-density on a path of growing noise (arXiv:1907.05600).
 
     score(x, t) = f(x / sqrt(1 + sigma^2), t) / sigma
 

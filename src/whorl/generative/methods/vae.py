@@ -57,6 +57,8 @@ def held_out(data: Data, device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 
 class AE(GenerativeMethod):
+    """AE: encode and reconstruct rows; there are no samples."""
+
     Config: ClassVar[type[GenerativeConfig]] = AEConfig
 
     @property
@@ -88,6 +90,8 @@ class AE(GenerativeMethod):
 
 
 class VAE(GenerativeMethod):
+    """VAE: an autoencoder with a prior of the latents, and noise."""
+
     Config: ClassVar[type[GenerativeConfig]] = VAEConfig
     likelihood = "bound"
 

@@ -56,6 +56,8 @@ class VQNetworks(Autoencoder):
 
 
 class VQVAE(VAE):
+    """VQ-VAE: an autoencoder whose latents are codes of a table, and a GPT over the codes."""
+
     Config: ClassVar[type[GenerativeConfig]] = VQVAEConfig
 
     @property
