@@ -163,17 +163,19 @@ def settings_error(error: Mapping[str, Any], where: str, model: Any, do: str) ->
         error: an item of `ValidationError.errors()`. where: the file, task or method. model: of pydantic.
     """
     *place, last = error["loc"] or ("",)
-    name = ".".join(str(part) for part in error["loc"]) or "a setting"
+    name = ".".join(str(part) for part in error["loc"])
     fields = fields_at(model, place)
     if error["type"] == "extra_forbidden":
         return ConfigError(f"{where}: {name} is no setting", expected=one_of(str(last), list(fields)), do=do)
-    field = fields.get(str(last))
-    expected = (field.description or "") if field is not None else ""
+    about = getattr(fields.get(str(last)), "description", None) or ""
     if error["type"] == "missing":
-        return ConfigError(f"{where}: {name} is missing", expected=expected, do=do)
-    example, message = example_setting(model, error), error["msg"].removeprefix("Value error, ")
-    more = f", such as {example}" if example else ""
-    return ConfigError(f"{where}: {name} is wrong: {message}{more}", expected=expected, do=do)
+        return ConfigError(f"{where}: {name} is missing", expected=about, do=do)
+    message, example = error["msg"].removeprefix("Value error, "), example_setting(model, error)
+    if not error["loc"]:  # settings that contradict each other
+        return ConfigError(f"{where}: {message}", do=do)
+    expected = message[:1].lower() + message[1:] + (f", such as {example}" if example else "")
+    wrong = f"{where}: {name} is wrong: {shorten(repr(error['input']))}"
+    return ConfigError(wrong, expected=expected + (f" ({about})" if about else ""), do=do)
 
 
 def _example(annotation: Any) -> str:

@@ -15,6 +15,8 @@ import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from whorl.errors import ConfigError
+
 
 def write_atomic(path: Path, content: str | bytes, *, staging: Path | None = None, mode: int = 0o666) -> None:
     """Replace a file's content (text as UTF-8) in one step.
@@ -38,6 +40,16 @@ def write_atomic(path: Path, content: str | bytes, *, staging: Path | None = Non
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
+
+
+def write_output(path: Path, content: bytes) -> None:
+    """Write a file that a user named with --out, as `write_atomic` does. Raises ConfigError: it cannot be written."""
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}", do="give another path with --out"
+        ) from error
 
 
 def fsync_path(path: Path) -> None:

@@ -179,7 +179,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda m, p: whorl.train(LONG, out=p, steps=0), ConfigError, "steps is 0"),
     (lambda m, p: whorl.train(LONG, out=p, tokenizer=3), ConfigError, "tokenizer is 3"),
     (lambda m, p: whorl.train(LONG, out=p, tokenizer=p / "none"), DataError, "cannot be read as a tokenizer"),
-    (lambda m, p: whorl.train(["text " * 50], out=p, step=3), ConfigError, "step is 3"),
+    (lambda m, p: whorl.train(["text " * 50], out=p, step=3), ConfigError, "did you mean 'steps'"),
     (lambda m, p: whorl.train(["text " * 50], out=p, seq_len="x"), ConfigError, "x"),
     (lambda m, p: whorl.train(IDS, vocab_size=5, out=p), DataError, "ids from 1 to 9.*0 to 4"),
 ]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.cli import refuse, succeed
-from tests.support.serve.browser_pages import browser  # noqa: F401  (a fixture)
 
 from whorl.generative import measures
 from whorl.generative.methods.registration import METHODS
@@ -26,8 +24,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(measures, "GROUP", 100)
         patch.setattr(measures, "LIKELIHOOD_ROWS", 20)
         succeed(folder, "gen", "train", "flow", "25-gaussians", *QUICK)
-        succeed(folder, "gen", "train", "ddpm", "25-gaussians", *QUICK, "--set", "schedule=cosine")
+        succeed(folder, "gen", "train", "ddpm", "25-gaussians", *QUICK, "--set", "schedule=linear")
         succeed(folder, "gen", "train", "flow", "digits", *QUICK, "--set", "n_heads=2")
+        succeed(folder, "gen", "train", "ae", "25-gaussians", *QUICK)
     return folder
 
 
@@ -75,22 +74,21 @@ def test_compare_prints_a_table_and_writes_a_page(trained: Path) -> None:
     assert "is a model of digits" in message and "models of the same data" in message
 
 
-@pytest.mark.browser
-def test_page_shows_samples_beside_data(trained: Path, browser: Any) -> None:  # noqa: F811
-    page = browser.new_page()
-    messages: list[str] = []
-    page.on("console", lambda message: messages.append(message.text))
-    page.goto(Store(trained / ".whorl").open("flow-digits").file("page.html").as_uri())
-    widths = page.locator("img").evaluate_all("images => images.map(i => i.naturalWidth)")
-    assert widths == [8 * 34, 8 * 34] and not messages
-    assert "Held-out data" in page.inner_text("body") and "sliced Wasserstein" in page.inner_text("body")
-    page.close()
+def test_model_without_samples_shows_reconstructions(trained: Path) -> None:
+    found = Store(trained / ".whorl").open("ae-25-gaussians")
+    page = found.file("page.html").read_text()
+    assert "Reconstructions" in page and "reconstruction_mse" in found.summary["headline"]
+    assert found.summary["measures"] == {} and "sliced Wasserstein" not in page
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("train", "flow", "8-gausians"), "8-gaussians"),
+        (("train", "flow", "photos"), "or a folder of pictures"),
+        (("train", "ddpm", "8-gaussians", "--set", "prediction=w"), "ddpm: prediction is wrong: 'w'"),
+        (("sample", "ae-25-gaussians"), "no distribution of latents"),
+        (("compare", "ae-25-gaussians"), "draws no samples"),
         (("train", "flwo", "8-gaussians"), "unknown method 'flwo'"),
         (("train", "flow", "8-gaussians", "--set", "widht=3"), "did you mean 'width'"),
         (("train", "flow", "8-gaussians", "--set", "width"), "--set FIELD=VALUE"),
@@ -100,6 +98,7 @@ def test_page_shows_samples_beside_data(trained: Path, browser: Any) -> None:  #
         (("sample", "flow-25-gaussians", "--label", "1"), "trained without"),
         (("sample", "flow-digits", "--sampler", "dimm"), "ddim"),
         (("sample", "digits"), "a generative model"),
+        (("sample", "flow-digits", "--steps", 1, "-n", 1, "--out", "."), "cannot be written"),
         (("methods", "dppm"), "unknown method 'dppm'"),
     ],
 )

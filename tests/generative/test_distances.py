@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.linalg import sqrtm
 from torch import Tensor
 
 from whorl.generative import distances
@@ -66,6 +67,15 @@ def test_frechet_of_gaussians_is_closed() -> None:
     means = (y.mean(0) - x.mean(0)).square().sum()
     expected = float(means + 0.25 * centred.square().sum() / (len(x) - 1))
     assert frechet(x, y) == pytest.approx(expected, rel=1e-5)
+
+
+def test_frechet_of_few_rows_in_many_dimensions() -> None:
+    """Where rows are fewer than dimensions the covariances are singular; scipy's root of their product agrees."""
+    x, y = normal(20, 60).double(), 2 * normal(20, 60, 1).double() + 0.3
+    cx, cy = x.T.cov().numpy(), y.T.cov().numpy()
+    root = sqrtm(cx @ cy)
+    expected = float((x.mean(0) - y.mean(0)).square().sum()) + float((cx + cy - 2 * root.real).trace())
+    assert frechet(x, y) == pytest.approx(expected, rel=1e-4)
 
 
 def test_mmd_is_unbiased_and_follows_its_definition() -> None:

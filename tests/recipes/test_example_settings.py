@@ -36,7 +36,7 @@ def test_error_of_a_recipe_has_an_example(recipe: str, setting: str, example: st
 def test_errors_of_agents_and_tasks_have_an_example() -> None:
     with pytest.raises(ConfigError, match=r"such as \[1\]"):
         parse_config("ppo", "CartPole-v1", {"hidden": 64})
-    with pytest.raises(ConfigError, match=r"metrics is wrong: .*, such as \[\"text\"\]"):
+    with pytest.raises(ConfigError, match=r"(?s)metrics is wrong: 3.*, such as \[\"text\"\]"):
         parse_task({"name": "x", "kind": "choice", "template": "y", "metrics": 3}, "x.toml")
 
 

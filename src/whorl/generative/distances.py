@@ -74,13 +74,14 @@ def mmd(x: Tensor, y: Tensor) -> float:
 def frechet(x: Tensor, y: Tensor) -> float:
     """Return |m_x - m_y|^2 + tr(C_x + C_y - 2 (C_x C_y)^(1/2))."""
     x, y = x.double(), y.double()
-    cx, cy = x.T.cov().reshape(x.shape[1], -1), y.T.cov().reshape(y.shape[1], -1)
-    values, vectors = torch.linalg.eigh(cx)
-    root = vectors * values.clamp_min(0).sqrt() @ vectors.T
-    middle = torch.linalg.eigvalsh(root @ cy @ root).clamp_min(0).sqrt().sum()
-    return float((x.mean(0) - y.mean(0)).square().sum() + cx.trace() + cy.trace() - 2 * middle)
+    a, b = ((rows - rows.mean(0)) / (len(rows) - 1) ** 0.5 for rows in (x, y))  # C_x = a^T a
+    # The eigenvalues of C_x C_y are the squares of the singular values of a b^T, or of the factors R of a and b.
+    middle = torch.linalg.svdvals(torch.linalg.qr(a, "r")[1] @ torch.linalg.qr(b, "r")[1].T).sum()
+    return float((x.mean(0) - y.mean(0)).square().sum() + a.square().sum() + b.square().sum() - 2 * middle)
 
 
 def squared_distances(x: Tensor, y: Tensor) -> Tensor:
-    """Return [N, M] in fp64."""
-    return torch.cdist(x.double(), y.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
+    """Return [N, M] in fp64, by one product of matrices."""
+    x, y = x.double(), y.double()
+    squares = x.square().sum(1)[:, None] + y.square().sum(1) - 2 * x @ y.T
+    return squares.clamp_min(0)

@@ -22,7 +22,7 @@ from whorl.agents.environments.registration import TENSOR_ENVIRONMENTS, make_env
 from whorl.agents.methods.method import MethodConfig
 from whorl.agents.methods.registration import make_method
 from whorl.errors import ConfigError
-from whorl.files import write_atomic
+from whorl.files import write_output
 from whorl.tracking.seeds import derive
 
 if TYPE_CHECKING:
@@ -61,12 +61,7 @@ class AnimatedEpisode:
 
     def save(self, path: Path) -> None:
         """Write the GIF. Raises ConfigError: the file cannot be written."""
-        try:
-            write_atomic(path, self.to_gif())
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written: {error.strerror}", do="give another path with --out"
-            ) from error
+        write_output(path, self.to_gif())
 
 
 @torch.no_grad()

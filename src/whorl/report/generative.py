@@ -15,10 +15,7 @@ from whorl.generative.saved_model import SavedMeasures
 from whorl.report.blocks import Block, Card, Cell, Column, Facts, Image, StepReport, Table
 from whorl.report.data import ReportData
 
-FLOOR = (
-    "Real: training rows against the same held-out rows, in groups of the same size. "
-    "Brackets are 95 % intervals over groups."
-)
+FLOOR = "Real: training rows against the same held-out rows, in groups of the same size."
 
 
 def model_report(title: str, saved: SavedMeasures, drawn: Tensor, real: Tensor, info: DataInfo) -> StepReport:
@@ -30,24 +27,22 @@ def model_report(title: str, saved: SavedMeasures, drawn: Tensor, real: Tensor, 
         ("seconds per 1,000 samples", f"{saved.sample_seconds:.2f}"),
         *((name, f"{value:.3g}") for name, value in saved.diagnosis.items()),
     ]
-    first = saved.measures[0]
-    report = StepReport(
-        cards=[
-            Card(
-                label=first.name.capitalize(),
-                value=_number(first.value),
-                more=f"real data {_number(first.floor)}",
-            )
-        ]
+    shown = (
+        ("Samples", "samples of the model")
+        if saved.measures
+        else ("Reconstructions", "held-out rows, decoded")
     )
-    report.blocks = [
-        picture_block(title, "Samples", draw_rows(drawn, info), f"{len(drawn):,} samples of the model."),
-        picture_block(
-            title, "Held-out data", draw_rows(real, info), f"{len(real):,} rows that were not trained on."
-        ),
-        Facts(section=title, rows=facts),
-        measures_table(title, saved.measures),
-    ]
+    report = StepReport(
+        blocks=[
+            picture_block(title, shown[0], draw_rows(drawn, info), f"{len(drawn):,} {shown[1]}."),
+            picture_block(title, "Held-out data", draw_rows(real, info), f"{len(real):,} rows that were not trained on."),
+            Facts(section=title, rows=facts),
+        ]
+    )  # fmt: skip
+    for first in saved.measures[:1]:
+        more = f"real data {_number(first.floor)}"
+        report.cards.append(Card(label=first.name.capitalize(), value=_number(first.value), more=more))
+        report.blocks.append(measures_table(title, saved.measures))
     return report
 
 
@@ -73,10 +68,16 @@ def measures_table(section: str, measures: Sequence[SampleMeasure]) -> Table:
         for m in measures
     ]
     columns = [
-        Column(name="SampleMeasure"), *(Column(name=name, number=True) for name in ("Samples", "", "Real", " ")),
+        Column(name="Measure"), *(Column(name=name, number=True) for name in ("Samples", "", "Real", " ")),
         Column(name="Note", optional=True),
     ]  # fmt: skip
-    return Table(section=section, title="Measures", note=FLOOR, columns=columns, rows=rows)
+    return Table(
+        section=section,
+        title="Measures",
+        note=f"{FLOOR} Brackets: 95 % intervals over groups.",
+        columns=columns,
+        rows=rows,
+    )
 
 
 def comparison_table(models: Mapping[str, SavedMeasures]) -> Table:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from whorl.errors import ConfigError, example_setting
+from whorl.errors import settings_error
 from whorl.machine.memory import MemoryText
 from whorl.models import TransformerConfig
 from whorl.models.transformer_block import YARN_FACTOR
@@ -147,14 +147,8 @@ def job_of_program(settings: Mapping[str, Any]) -> Job:
     try:
         job = Job.model_validate(settings)
     except ValidationError as error:
-        problem = error.errors()[0]
-        raise ConfigError(
-            f"{'.'.join(map(str, problem['loc']))} is {problem['input']!r}",
-            expected=", such as ".join(
-                filter(None, (str(problem["msg"]).lower(), example_setting(Job, problem)))
-            ),
-            do="see whorl.train.job.Job for the fields",
-        ) from error
+        do = "see whorl.train.job.Job for the fields"
+        raise settings_error(error.errors()[0], "the job", Job, do) from error
     permit_code(*code_named_in(job.model_dump()))
     return job
 

@@ -77,5 +77,5 @@ def test_own_objective_of_python_and_of_a_folder(
         job_of_program(wanted.model_dump())
         assert read_plan(context) == plan
         assert read_job(tmp_path)["tokens"] == str(tokens)
-    with pytest.raises(ConfigError, match="objective is 'nextoken'"):
+    with pytest.raises(ConfigError, match="objective is wrong: 'nextoken'"):
         job_of_program(wanted.model_dump() | {"objective": "nextoken"})

@@ -20,6 +20,14 @@ import typer
 from whorl.cli.options import RefArgument, StoreOption
 
 CLASSIFIER = "digits-classifier"  # that of `recipes/classify-digits.toml` in fewer steps
+DIGITS_CLASSIFIER = """uses = "image_classifier"
+parents = ["digits"]
+network = { kind = "resnet", widths = [24, 48], depths = [1, 1] }
+steps = 300
+lr = 4e-3
+max_shift = 1
+threads = 1
+"""
 
 
 def train(
@@ -51,7 +59,7 @@ def train(
 
         whorl gen train flow 8-gaussians
 
-        whorl gen train ddpm digits --steps 8000 --set schedule=cosine
+        whorl gen train ddpm digits --steps 8000 --set prediction=eps
 
         whorl gen train flow photos --set patch=4
     """
@@ -76,12 +84,14 @@ def train(
     progress = Progress()
     artifact = run_recipe(recipe, Store(store), progress).artifacts[name]
     progress.log(f"page:   {artifact.file('page.html')}")
-    progress.log(f"next:   whorl gen sample {name}")
+    if artifact.summary["measures"]:
+        progress.log(f"next:   whorl gen sample {name}")
 
 
 def _recipe(name: str, data: str) -> str:
     """Return the recipe of a model of `data`: a density, or images with a classifier where there are classes."""
-    from whorl.generative.densities import DENSITIES, make_density
+    from whorl.errors import ConfigError, one_of
+    from whorl.generative.densities import DENSITIES
 
     if data in DENSITIES:
         return f'name = "gen"\n[steps.{name}]\nuses = "generative"\ndensity = "{data}"\n'
@@ -90,17 +100,13 @@ def _recipe(name: str, data: str) -> str:
     elif Path(data).exists():
         source = f"path = {json.dumps(data)}"
     else:
-        make_density(data)  # raises with the nearest name
+        expected = one_of(data, ["digits", "scenes", *DENSITIES])
+        raise ConfigError(f"there is no data {data!r}", expected=f"{expected}; or a folder of pictures")
     images = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(data).name)
     text = f'name = "gen"\n[steps.{images}]\nuses = "images"\n{source}\n'
     parents = f'images = "{images}"'
     if data == "digits":
-        text += (
-            f'[steps.{CLASSIFIER}]\nuses = "image_classifier"\nparents = ["digits"]\nsteps = 300\nlr = 4e-3\n'
-        )
-        text += (
-            'max_shift = 1\nthreads = 1\nnetwork = { kind = "resnet", widths = [24, 48], depths = [1, 1] }\n'
-        )
+        text += f"[steps.{CLASSIFIER}]\n{DIGITS_CLASSIFIER}"
         parents += f', classifier = "{CLASSIFIER}"'
     return text + f'[steps.{name}]\nuses = "generative"\nparents = {{ {parents} }}\n'
 
@@ -115,9 +121,7 @@ def sample(
     label: Annotated[str | None, typer.Option(help="Draw this class, by name; default: all.")] = None,
     guidance: Annotated[float, typer.Option(help="Strength of the class; 1 for none.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the picture (PNG).")] = Path(
-        "samples.png"
-    ),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the PNG.")] = Path("samples.png"),
     store: StoreOption = None,
 ) -> None:
     """Draw samples of a generative model as a picture: a grid of pictures, or a histogram of the plane.
@@ -131,7 +135,7 @@ def sample(
     import time
     from typing import cast
 
-    from whorl.files import write_atomic
+    from whorl.files import write_output
     from whorl.generative.pictures import encode_png
     from whorl.generative.samplers import Sampler
     from whorl.generative.saved_model import draw_picture
@@ -139,15 +143,9 @@ def sample(
 
     found, began = Store(store).open(artifact), time.monotonic()
     drawn = draw_picture(
-        found,
-        n,
-        steps=steps,
-        sampler=cast(Sampler | None, sampler),
-        label=label,
-        guidance=guidance,
-        seed=seed,
-    )
-    write_atomic(out, encode_png(drawn))
+        found, n, steps=steps, sampler=cast(Sampler | None, sampler), label=label, guidance=guidance, seed=seed
+    )  # fmt: skip
+    write_output(out, encode_png(drawn))
     print(f"wrote {out}: {n:,} samples in {time.monotonic() - began:.1f} s")
 
 
@@ -178,6 +176,8 @@ def compare(
     found = [Store(store).open(ref) for ref in artifacts]
     saved = [read_measures(artifact) for artifact in found]
     for artifact, other in zip(found, saved, strict=True):
+        if not other.measures:
+            raise ConfigError(f"{artifact.name} draws no samples", expected="any model but those of ae")
         if other.fingerprint != saved[0].fingerprint:
             raise ConfigError(
                 f"{artifact.name} is a model of {other.data}, and {found[0].name} of {saved[0].data}",
@@ -191,9 +191,8 @@ def compare(
     pictures = {name: draw_picture(artifact, n) for name, artifact in zip(names, found, strict=True)}
     table = comparison_table(models)
     print(f"{table.title}. {table.note}")
-    print_table(
-        [column.name for column in table.columns], [[*map(str, row)] for row in table.rows], ["Method"]
-    )
+    heads = [column.name for column in table.columns]
+    print_table(heads, [[*map(str, row)] for row in table.rows], ["Method"])
     print(f"\npage: {render(comparison_page(models, pictures, saved[0].data), out)}")
 
 
@@ -208,16 +207,11 @@ def methods(
 
         whorl gen methods ddpm
     """
-    import sys
-
+    from whorl.cli.text_table import print_methods, print_settings
     from whorl.generative.methods.registration import METHODS, parse_config
 
     if method is None:
-        for name, kind in METHODS.items():
-            text = (kind.__doc__ or sys.modules[kind.__module__].__doc__ or "").split("(")[0].strip()
-            print(f"{name:<8} {text.partition(': ')[2].rstrip('.')}")
+        print_methods(METHODS)
         return
     parse_config(method, {})  # raises for an unknown name
-    for name, field in METHODS[method].Config.model_fields.items():
-        if name not in ("method", "seed", "run"):
-            print(f"{name:<20} {field.default!s:<12} {field.description or ''}".rstrip())
+    print_settings(METHODS[method].Config, ("method", "seed", "run"))

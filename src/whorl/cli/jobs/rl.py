@@ -161,24 +161,15 @@ def methods(
 
         whorl rl methods ppo
     """
-    import sys
-
     from whorl.agents.methods.registration import METHODS, TUNED_OVERRIDES, parse_config
+    from whorl.cli.text_table import print_methods, print_settings
 
     if method is None:
-        for name, kind in METHODS.items():
-            text = (
-                (kind.__doc__ or sys.modules[kind.__module__].__doc__ or "").split("(")[0].strip().rstrip(".")
-            )
-            print(f"{name:<12} {kind.actions:<9} {text.partition(': ')[2]}")
+        print_methods(METHODS, {name: kind.actions for name, kind in METHODS.items()})
         return
     parse_config(method, "CartPole-v1", {})  # raises for an unknown name
-    for name, field in METHODS[method].Config.model_fields.items():
-        if name not in ("method", "environment", "steps", "seed", *METHODS[method].without_effect):
-            default = field.default.kind if name == "exploration" else field.default
-            fields = [getattr(base, "model_fields", {}).get(name) for base in METHODS[method].Config.__mro__]
-            text = next((f.description for f in fields if f is not None and f.description), "")
-            print(f"{name:<20} {default!s:<12} {text}".rstrip())
+    hidden = ("method", "environment", "steps", "seed", *METHODS[method].without_effect)
+    print_settings(METHODS[method].Config, hidden)
     for (tuned, environment), settings in TUNED_OVERRIDES.items():
         if tuned == method:
             print(f"{environment} has other defaults: {', '.join(f'{n}={v}' for n, v in settings.items())}")

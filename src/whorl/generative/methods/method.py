@@ -81,11 +81,13 @@ class DrawOptions:
 class GenerativeMethod(ABC):
     """One method with its settings, for data of one kind.
 
+    has_samples: whether there is a distribution to draw from; without one, `reconstruct` shows what was learned.
     draws_in_steps: whether sampling has steps, a sampler and guidance. likelihood: whether `log_likelihood`
     is exact, a lower bound, or missing ("").
     """
 
     Config: ClassVar[type[GenerativeConfig]]
+    has_samples: ClassVar[bool] = True
     draws_in_steps: ClassVar[bool] = False
     likelihood: ClassVar[Likelihood] = ""
 
@@ -147,10 +149,14 @@ class GenerativeMethod(ABC):
                         f"{field} is {value}, but {name} draws in one pass", do=f"leave out {field}"
                     )
         if options.guidance != 1 and (labels is None or not self.draws_in_steps):
-            lacks = "without a label" if self.draws_in_steps else f"but {name} has none"
+            lacks, do = (
+                (" without a label", "give a label, or ")
+                if self.draws_in_steps
+                else (f", but {name} has none", "")
+            )
             raise ConfigError(
-                f"guidance is {options.guidance:g} {lacks}", expected="ddpm, score or flow with a label",
-                do="give a label, or leave out guidance",
+                f"guidance is {options.guidance:g}{lacks}", expected="ddpm, score or flow with a label",
+                do=f"{do}leave out guidance",
             )  # fmt: skip
         if labels is not None and not (
             self.has_classes and labels.min() >= 0 and labels.max() < self.n_classes
@@ -185,3 +191,7 @@ class GenerativeMethod(ABC):
     def diagnose(self, networks: Any, data: Data) -> dict[str, float]:
         """Return figures that show a collapse, by name; nothing for a method that has no such failure."""
         return {}
+
+    def reconstruct(self, networks: Any, x: Tensor) -> Tensor:
+        """Return rows x [N, *shape] as the model decodes them. Raises ConfigError: the method does not encode rows."""
+        raise ConfigError(f"{self.config.method} reconstructs no rows", expected="ae")

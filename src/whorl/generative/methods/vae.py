@@ -60,6 +60,7 @@ class AE(GenerativeMethod):
     """AE: encode and reconstruct rows; there are no samples."""
 
     Config: ClassVar[type[GenerativeConfig]] = AEConfig
+    has_samples = False
 
     @property
     def has_classes(self) -> bool:
@@ -73,8 +74,12 @@ class AE(GenerativeMethod):
         return {}
 
     def loss(self, networks: Any, batch: MicroBatch) -> Loss:
-        data = batch["data"]
-        return denoising(networks.decoder(networks.encoder(data)), data)
+        return denoising(self.reconstruct(networks, batch["data"]), batch["data"])
+
+    def reconstruct(self, networks: Any, x: Tensor) -> Tensor:
+        """Return the decoded latents of x, [N, *shape]."""
+        found: Tensor = networks.decoder(networks.encoder(x))
+        return found
 
     def sample(self, networks: Any, n: int, rng: torch.Generator, options: DrawOptions) -> Tensor:
         raise ConfigError(

@@ -71,7 +71,7 @@ def generative(ctx: StepContext, config: GenerativeStepConfig) -> None:
     import torch
 
     from whorl.generative.features import PictureClassifier
-    from whorl.generative.measures import draw_measured, likelihoods, measure
+    from whorl.generative.measures import SampleMeasure, draw_measured, likelihoods, measure
     from whorl.generative.methods.method import DrawOptions
     from whorl.generative.saved_model import SavedMeasures, save_generative
     from whorl.generative.task import GenerativeTask
@@ -89,24 +89,27 @@ def generative(ctx: StepContext, config: GenerativeStepConfig) -> None:
         note=lambda m: f"loss {m['loss']:.3f}",
     )  # fmt: skip
     task.networks.eval()
+    method, found, seconds = task.method, list[SampleMeasure](), 0.0
     with torch.no_grad():
-        began = time.monotonic()
-        with ctx.progress.task("Drawing samples"):
-            drawn = draw_measured(task.method, task.networks, data, DrawOptions(), config.seed)
-        seconds = time.monotonic() - began
-        with ctx.progress.task("Measuring samples"):
-            found = measure(drawn, data, classifier)
-            found += likelihoods(task.method, task.networks, data)
-            diagnosis = task.method.diagnose(task.networks, data)
+        if method.has_samples:
+            began = time.monotonic()
+            with ctx.progress.task("Drawing samples"):
+                drawn = draw_measured(method, task.networks, data, DrawOptions(), config.seed)
+            seconds = (time.monotonic() - began) / len(drawn) * 1000
+            with ctx.progress.task("Measuring samples"):
+                found += [*measure(drawn, data, classifier), *likelihoods(method, task.networks, data)]
+        else:
+            drawn = method.reconstruct(task.networks, data.test[:SHOWN].to(ctx.machine.device)).cpu()
+        diagnosis = method.diagnose(task.networks, data)
     saved = SavedMeasures(
         method=config.method, data=data.info.name, fingerprint=data.info.fingerprint, shape=data.info.shape,
         steps=task.steps, parameters=sum(p.numel() for p in task.networks.parameters()), seconds=result.seconds,
-        sample_seconds=seconds / len(drawn) * 1000, measures=tuple(found),
+        sample_seconds=seconds, measures=tuple(found),
         diagnosis=diagnosis,
     )  # fmt: skip
-    save_generative(ctx.out, task.method, task.networks)
+    save_generative(ctx.out, method, task.networks)
     (ctx.out / "measures.json").write_text(saved.model_dump_json(indent=1) + "\n")
-    shown = SHOWN if data.info.is_pictures else len(drawn)
+    shown = SHOWN if data.info.is_pictures or not found else len(drawn)
     report = model_report(
         f"{config.method} on {data.info.name}", saved, drawn[:shown], data.test[:shown], data.info
     )
@@ -116,11 +119,12 @@ def generative(ctx: StepContext, config: GenerativeStepConfig) -> None:
         ReportData(title=f"{config.method} on {data.info.name}", reports=[(ctx.name, ctx.report)]),
         ctx.out / "page.html",
     )
-    first = saved.measures[0]
+    figures = [f"{name} {value:.3g}" for name, value in diagnosis.items()]
+    for first in found[:1]:
+        figures.insert(0, f"{first.name} distance {first.value:.3f} (real data {first.floor:.3f})")
     ctx.summary.update(
-        measures={m.name: m.value for m in found}, seconds=result.seconds,
-        headline=f"{first.name} distance {first.value:.3f} (real data {first.floor:.3f})",
-    )  # fmt: skip
+        measures={m.name: m.value for m in found}, seconds=result.seconds, headline="; ".join(figures)
+    )
 
 
 def _open(ctx: StepContext, config: GenerativeStepConfig) -> Data:

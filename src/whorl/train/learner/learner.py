@@ -135,12 +135,8 @@ class SharedState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint: weights, buffers, moments and averages."""
-        return {
-            **{f"weights/{n}": t for n, t in self.weights.items()},
-            **{f"buffers/{n}": t for n, t in self.buffers.items()},
-            **{f"state/{n}": t for n, t in self.state.items()},
-            **{f"averages/{n}": t for n, t in self.averages.items()},
-        }
+        kinds = {prefix: getattr(self, prefix[:-1]) for prefix in self.PREFIXES}
+        return {f"{prefix}{name}": t for prefix, tensors in kinds.items() for name, t in tensors.items()}
 
 
 def stored_buffers(networks: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -344,9 +340,7 @@ class UpdateState:
                 metrics |= self.update.apply([self.named[n] for n in self.dense_names], flat)
         for optimizer in self.optimizers:
             optimizer.step(gradients, lr_scale)
-        if (limit := self.update.max_weight) is not None:
-            for name in self.dense_names:
-                self.named[name].data.clamp_(-limit, limit)
+        self.update.limit_weights([self.named[n] for n in self.dense_names])
         for tensor, value in kept:
             tensor.copy_(value)
         self._set_steps(self.steps + 1)

@@ -122,6 +122,12 @@ class Update:
     native: bool = False
     apply: ApplyGradient | None = None
 
+    def limit_weights(self, parameters: Sequence[Tensor]) -> None:
+        """Cut the values of parameters beyond `max_weight`."""
+        if self.max_weight is not None:
+            for parameter in parameters:
+                parameter.data.clamp_(-self.max_weight, self.max_weight)
+
     def names_for(self, optimizer: str) -> list[str]:
         """Names of the parameters under one optimizer."""
         return [name for name, t in self.param_optims.items() if t.optimizer == optimizer]
