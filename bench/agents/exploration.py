@@ -1,6 +1,6 @@
 """All kinds of exploration on five tasks: greedy returns, and the seeds that solve the task.
 
-python bench/agents/exploration.py                          # a quarter of an hour on 2 cores
+python bench/agents/exploration.py                          # twenty minutes on 2 cores
 python bench/agents/exploration.py --task DeepSea20-v0 --kinds epsilon ensemble
 
 DeepSea of 20 rows pays for one of 2^20 sequences of actions. A uniform policy would find it once in a million episodes;
@@ -69,14 +69,6 @@ class Task:
         return self.policy_method if kind == "policy" else self.method
 
 
-SMALL = {
-    "hidden": (32,),
-    "n_envs": 4,
-    "n_steps": 16,
-    "updates_per_step": 0.25,
-    "batch_size": 64,
-    "target_every": 50,
-}
 TASKS = [
     Task(
         DEEP_SEA, 100_000, 0.9, "dqn", "ppo", DISCRETE,
@@ -86,9 +78,24 @@ TASKS = [
         },
         {"epsilon": 5, "ensemble": 5}, 0.6,
     ),
-    Task("FrozenLake8x8-v1", 30_000, 0.7, "dqn", "ppo", DISCRETE, SMALL),
-    Task("MountainCar-v0", 40_000, -150.0, "dqn", "ppo", DISCRETE, SMALL),
-    Task("CartPole-v1", 20_000, 475.0, "dqn", "ppo", DISCRETE, SMALL),
+    Task(
+        "FrozenLake8x8-v1", 60_000, 0.7, "dqn", "ppo", DISCRETE,
+        {
+            "hidden": (32,), "n_steps": 16, "updates_per_step": 0.25, "batch_size": 64, "target_every": 50,
+            "learning_rate": 3e-3, "exploration": {"fraction": 0.5},
+        },
+    ),
+    Task(
+        "MountainCar-v0", 60_000, -150.0, "dqn", "ppo", DISCRETE,
+        {
+            "hidden": (64, 64), "updates_per_step": 0.5, "batch_size": 64, "n_step": 5, "target_every": 300,
+            "exploration": {"fraction": 0.5},
+        },
+    ),
+    Task(
+        "CartPole-v1", 30_000, 475.0, "dqn", "ppo", DISCRETE,
+        {"updates_per_step": 0.5, "exploration": {"fraction": 0.2}},
+    ),
     Task("Pendulum-v1", 8_000, -200.0, "ddpg", "sac", NOISE, {"hidden": (64, 64), "batch_size": 64}),
 ]  # fmt: skip
 
@@ -108,7 +115,9 @@ class Run:
         task, method = self.task, self.task.method_of(self.kind)
         settings: dict[str, Any] = {}
         if method != "ppo":
-            settings = {"learning_starts": 1_000, **task.settings, **task.kinds[self.kind]}
+            kind = task.kinds[self.kind]
+            exploration = {**task.settings.get("exploration", {}), **kind.get("exploration", {})}
+            settings = {"learning_starts": 1_000, **task.settings, **kind, "exploration": exploration}
             settings["learning_starts"] = round(settings["learning_starts"] * self.scale)
         config = make_config(
             method, task.environment, steps=round(task.steps * self.scale), seed=self.seed, **settings
