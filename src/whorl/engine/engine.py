@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from whorl.engine.build import context_length, make_burst, make_runner_and_cache, make_sampler
+from whorl.engine.canvas import WHOLE, canvas_config, certainties, check_request, open_canvases, reveal
 from whorl.engine.config import EngineConfig
 from whorl.engine.generation import generate, stream
 from whorl.engine.model.batch_builder import build_batch
@@ -80,7 +81,8 @@ class Engine:
         compile_native: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.config = config = config or EngineConfig()
+        self.masked = model.config.masked  # of a masked diffusion model (`canvas.py`)
+        self.config = config = canvas_config(config or EngineConfig(), self.masked, proposer is not None)
         self.model, self.token_bytes, self.proposer, self.clock = model, token_bytes, proposer, clock
         self.compile_grammar = compile_grammar
         self.adapters = Adapters(model) if adapters is None else adapters
@@ -102,14 +104,18 @@ class Engine:
             self.cache, config.max_num_seqs, config.max_num_batched_tokens, self.prefill_budget, same,
             self.runner.swap_out if swaps else None, self.runner.swap_in if swaps else None,
         )  # fmt: skip
-        self.sampler = make_sampler(self.runner, banned_ids)
+        ids = [] if self.masked is None else [self.masked.mask_id]
+        self.sampler = make_sampler(self.runner, [*banned_ids, *ids])
         self.version = 0
         self.stats = EngineStats()
         self._sequences: dict[str, Sequence] = {}
         self._aborted: list[Delta] = []
         self._n_added = self._n_generated = 0
         self._board: Board | None = None
+        self._block = 1 if self.masked is None else self.masked.block or WHOLE
         self._max_positions = self.cache.longest_sequence()
+        if self._block < WHOLE:
+            self._max_positions -= self._max_positions % self._block
         self.burst = make_burst(self.runner, self.cache, config, self.sampler, self._max_positions)
 
     @cached_property
@@ -143,6 +149,7 @@ class Engine:
             "the model's context" if self._max_positions == self.max_model_len else "the cache",
             can_compile_grammars=self.compile_grammar is not None, has_token_bytes=bool(self.token_bytes),
         )  # fmt: skip
+        check_request(request, self.masked)
         self.adapters.index_of(request.adapter)  # raises if there is no such adapter
         self._n_added += 1
         seed = (
@@ -153,7 +160,7 @@ class Engine:
         sequence = Sequence(
             request, self._n_added, list(request.ids[: request.n_prefilled]), seed, self._hash_seed(request)
         )
-        sequence.stop_checker = StopStringChecker(request.stop)
+        sequence.block, sequence.stop_checker = self._block, StopStringChecker(request.stop)
         if request.grammar is not None and self.compile_grammar is not None:
             sequence.constraint = self.compile_grammar(request.grammar)
         if request.forced_prefix:
@@ -183,6 +190,8 @@ class Engine:
             drafting = [s for s in self.scheduler.running if s.decoding and s.constraint is None]
             with self.stats.timed_drafts(self.clock):
                 self.proposer.propose(drafting)
+        if self.masked is not None:
+            open_canvases(self.scheduler.running, self.masked.mask_id, self._max_positions)
         schedule = self.scheduler.schedule()
         if not schedule.rows:
             return deltas
@@ -195,13 +204,15 @@ class Engine:
         needs_hidden = self.proposer is not None and self.proposer.needs_hidden_states
         out = None if several else self.runner.run_step(batch, needs_hidden=needs_hidden)
         model_done = self.clock()
-        sampled_tokens = several or []
+        sampled_tokens, certainty = several or [], None
         if out is not None:
             sampled_tokens = self.sampler.sample_or_none(out.logits, rows) if rows else []
             store_scores(schedule, out.scores)
+            if self.masked is not None:
+                certainty = certainties(out.logits, rows, self.sampler.is_banned)
         sample_done = self.clock()
         before = [(sequence, sequence.n_computed) for sequence, _ in schedule.rows]
-        deltas += self._process_outputs(schedule, sampled_tokens)
+        deltas += self._process_outputs(schedule, sampled_tokens, certainty)
         if out is not None and out.hidden is not None and self.proposer is not None:
             with self.stats.timed_drafts(self.clock):
                 for (sequence, first), at in zip(before, batch.starts, strict=False):
@@ -298,17 +309,20 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def _process_outputs(self, schedule: Schedule, sampled_tokens: list[Token | None]) -> list[Delta]:
-        """Append the sampled tokens; returns one `Delta` per sequence that advanced."""
+    def _process_outputs(
+        self, schedule: Schedule, sampled_tokens: list[Token | None], certainty: list[float] | None
+    ) -> list[Delta]:
+        """Append the sampled tokens; returns one `Delta` per sequence that advanced. certainty: of each, in a canvas."""
         deltas = []
         row = 0  # offset in `sampled_tokens`
         for sequence, n in schedule.rows:
             stop = sequence.n_computed + n
-            n_sampled = max(0, stop - len(sequence.ids) + 1) if sequence.samples else 0
-            new = sampled_tokens[row : row + n_sampled]
-            row += n_sampled
+            own = slice(row, row + len(sequence.positions_to_sample(stop)))
+            new, row = sampled_tokens[own], own.stop
             pages = sequence.n_computed // self.config.block_size
-            sequence.n_computed = min(stop, len(sequence.ids))
+            sequence.n_computed = min(stop, len(sequence.ids)) // sequence.block * sequence.block
+            if certainty is not None and new:
+                new = reveal(sequence, new, certainty[own])
             delta = None
             if new or (not sequence.samples and not sequence.n_uncomputed):
                 delta = self._accept_tokens(sequence, new)
@@ -328,7 +342,11 @@ class Engine:
             sequence.first_token_time = self.clock()
         n_drafts, n_forced = len(sequence.drafts), sequence.n_forced
         accepted, text, finish = accept_tokens(
-            sequence, sampled_tokens, self.token_bytes, self._max_positions, self.version
+            sequence,
+            sampled_tokens,
+            self.token_bytes,
+            self._max_positions - len(sequence.request.suffix),
+            self.version,
         )
         self.stats.output_tokens += len(accepted)
         if n_drafts and self.proposer is not None:

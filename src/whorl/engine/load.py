@@ -24,14 +24,16 @@ MAX_TIMED_BYTES = 256e6
 MAX_TIMED_LAYERS = 100
 
 
-def load_for_sampling(folder: Path, machine: Machine, batch_size: int = 1) -> LanguageModel:
-    """Load the model of `folder`, ready to decode `batch_size` sequences at a time.
+def load_for_sampling(
+    folder: Path, machine: Machine, batch_size: int = 1, masked: bool = False
+) -> LanguageModel:
+    """Load the model of `folder`, ready to decode `batch_size` sequences at a time. masked: as of `load_model`.
 
     Raises:
         CheckpointError: as `load_model`.
     """
     dtype = fastest_dtype(read_config(folder), machine, batch_size)
-    return load_model(folder, dtype, machine.device).eval()
+    return load_model(folder, dtype, machine.device, masked=masked).eval()
 
 
 @torch.inference_mode()

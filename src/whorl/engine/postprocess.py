@@ -64,7 +64,10 @@ def accept_tokens(
             break
         if k >= len(drafts) or drafts[k] != token.id:
             break
-        sequence.n_computed += 1  # the draft's position was computed in this step, and the draft is correct
+        if sequence.block == 1:
+            sequence.n_computed += (
+                1  # the draft's position was computed in this step, and the draft is correct
+            )
     return accepted, text, finish
 
 

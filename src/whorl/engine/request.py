@@ -72,6 +72,9 @@ class Request(BaseModel):
         ge=1,
         description="return log-probabilities of ids[score_from:], and sample nothing; earlier ids may come from the cache",
     )
+    suffix: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), description="masked diffusion without blocks: the text behind a gap of max_tokens ids"
+    )
     client: str = Field(default="", description="client id; clients get equal shares of the engine")
     adapter: str | None = Field(default=None, description="name of a loaded LoRA adapter")
 
@@ -110,13 +113,13 @@ class Request(BaseModel):
             ConfigError: the engine cannot serve it; the message names the field.
         """
         n = self.n_prefilled
-        if max(self.ids) >= vocab_size:
+        if max(self.ids + self.suffix) >= vocab_size:
             raise ConfigError(
-                f"ids: {max(self.ids)} is not an id of this model",
+                f"ids: {max(self.ids + self.suffix)} is not an id of this model",
                 expected=f"0 to {vocab_size - 1}",
                 do="encode the prompt with this model's tokenizer",
             )
-        n_output = int(self.score_from is None)
+        n_output = int(self.score_from is None) + len(self.suffix)
         if n + n_output > max_positions:
             raise ConfigError(
                 f"ids: the prompt has {len(self.ids):,} tokens and {limit} holds {max_positions:,}",

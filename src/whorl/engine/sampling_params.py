@@ -12,7 +12,7 @@ They apply in this order:
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -45,6 +45,14 @@ class SamplingParams(BaseModel):
         default=0, ge=-2, le=2, description="subtracted from the logit for each occurrence in the output"
     )
     logit_bias: dict[Id, Finite] = Field(default_factory=dict, description="added to the logits of these ids")
+    steps: int | None = Field(
+        default=None, ge=1, description="masked diffusion: passes per block, or per text of a model without blocks; "
+        "default: one per token",
+    )  # fmt: skip
+    reveal: Literal["confidence", "entropy"] = Field(
+        default="confidence",
+        description="masked diffusion: the tokens that a pass reveals are the most certain by this",
+    )
     seed: int | None = Field(default=None, description="the same seed gives the same tokens; None picks one")
 
     @property

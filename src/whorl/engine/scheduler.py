@@ -193,10 +193,13 @@ class Scheduler:
         for sequence in decoding:
             if sequence.status is not SequenceStatus.RUNNING or budget < 1:
                 continue
-            n = min(1 + len(sequence.drafts), budget)
+            n = sequence.n_uncomputed + len(sequence.drafts)
+            if n > budget and sequence.block > 1:  # a block is computed in one piece
+                continue
+            n = min(n, budget)
             if not self._allocate_or_preempt(sequence, sequence.n_computed + n, out):
                 continue
-            del sequence.drafts[n - 1 :]
+            del sequence.drafts[n - sequence.n_uncomputed :]
             out.rows.append((sequence, n))
             budget -= n
         # Allocating for a later sequence may have preempted an earlier entry of this step.
@@ -229,6 +232,8 @@ class Scheduler:
                 sequence.n_uncomputed, self.cache.page_size - sequence.n_computed % self.cache.page_size
             )
             n = chunk if chunk <= max(n, 0) or not out.rows else 0
+        if sequence.block > 1 and n > 0:  # whole blocks, and at least one
+            n = min(sequence.n_uncomputed, max(n, sequence.block)) // sequence.block * sequence.block
         if n < 1:
             return 0
         if not self.cache.allocate_slots(sequence, sequence.n_computed + n):
@@ -288,7 +293,8 @@ class Scheduler:
                     sequence.cached_tokens = sequence.n_computed
                     self.cache.hit_tokens += sequence.n_computed
                     self.cache.queried_tokens += sequence.n_prompt
-            budget -= self._schedule_prefill(sequence, budget, out)
+            if not sequence.decoding:  # a prompt within the first block is computed with its canvas
+                budget -= self._schedule_prefill(sequence, budget, out)
 
     def _resume_swapped(self, sequence: Sequence) -> bool:
         """Give a swapped-out sequence pages and a slot, and copy its contents back."""

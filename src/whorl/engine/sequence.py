@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from whorl.engine.prefix_hash import PageHash, prefix_hashes
-from whorl.engine.request import Alternatives, FinishReason, Request
+from whorl.engine.request import Alternatives, FinishReason, Request, Token
 
 
 class SequenceStatus(enum.Enum):
@@ -54,6 +54,8 @@ class Sequence:
     page_hashes: of the full pages of `ids`, as far as needed.
     slot: row in per-sequence tensors.
     swapped: the copy of its pages while it is preempted.
+    block: positions that a masked diffusion model computes together (`canvas.py`); 1 for models of the next token.
+    revealed: of a canvas: the tokens of its masks, None where one is left.
     """
 
     request: Request
@@ -73,6 +75,9 @@ class Sequence:
     n_preemptions: int = 0
     swapped: Any = None
     drafts: list[int] = field(default_factory=list)  # draft tokens to verify in this step
+    block: int = 1
+    revealed: list[Token | None] = field(default_factory=list)
+    reveal_per_step: int = 1  # tokens
     scores: PromptScores | None = None  # if the prompt is scored
     finish_reason: FinishReason | None = None
     stop_checker: Any = None  # `StopStringChecker`
@@ -108,7 +113,19 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        return self.n_uncomputed == 1 and self.n_computed > 0 and self.samples
+        begun = self.n_computed > 0 or self.block > 1
+        return self.n_uncomputed <= self.block and begun and self.samples
+
+    @property
+    def masked_positions(self) -> list[int]:
+        """Positions of a canvas that are masked."""
+        return [len(self.ids) + k for k, token in enumerate(self.revealed) if token is None]
+
+    def positions_to_sample(self, stop: int) -> SequenceABC[int]:
+        """Positions, in a row that ends before `stop`, whose logits are sampled: the newest id's and its drafts'."""
+        if self.block > 1:
+            return self.masked_positions if stop == len(self.ids) + len(self.drafts) else []
+        return range(len(self.ids) - 1, stop) if self.samples else []
 
     def positions_to_score(self, stop: int) -> range:
         """Positions before `stop`, not computed yet, whose logits score an id of the prompt."""

@@ -163,7 +163,8 @@ class LanguageModel(nn.Module, ABC):
 
         Args:
             positions: [T] or [B, T], default 0, 1, ... (continuing the state).
-            segments: [B, T] document ids of a packed row, or None when each row is one document.
+            segments: [B, T] document ids of a packed row; None when each row is one document; [B, T, T] bool: the pairs that
+                attend.
             state: read and extended in place.
             routings: each mixture of experts appends its routing (`nn/experts`).
         """
@@ -207,7 +208,7 @@ def check_ids(ids: Tensor, vocab_size: int, segments: Tensor | None = None) -> N
     Raises:
         ConfigError: ids are empty or outside the vocabulary, or segments have another shape.
     """
-    if segments is not None and segments.shape != ids.shape:
+    if segments is not None and segments.shape[:2] != ids.shape:
         raise ConfigError(
             f"segments have the shape {list(segments.shape)}", expected=f"{list(ids.shape)}, as ids"
         )

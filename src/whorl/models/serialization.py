@@ -49,18 +49,31 @@ def save_model(model: LanguageModel, folder: Path) -> None:
 
 
 def load_model(
-    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", *, to_train: bool = False
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    *,
+    to_train: bool = False,
+    masked: bool = False,
 ) -> LanguageModel:
     """Load the model of `folder` for inference: weights of matrix products are cast to `dtype`, others stay fp32.
 
     Args:
         to_train: keep all weights in fp32 instead, for training.
+        masked: whether the caller can use a masked diffusion model, whose logits are not of the next token.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape.
-        ConfigError: config.json needs unsupported features; or `to_train` with a quantized model.
+        ConfigError: config.json needs unsupported features; or `to_train` with a quantized model; or not `masked`, and the
+            model is.
     """
     data = _read(folder)
+    given = (data.get("transformer") or {}).get("masked")
+    if given and not masked:
+        raise ConfigError(
+            f"the model of {folder} is a masked diffusion model (masked = {given})", expected="a model of the next token",
+            do="use it with `whorl sample` and `whorl serve`, or train with pretrain.objective = 'next_token'",
+        )  # fmt: skip
     if CONFIG_KEY in data:
         if to_train:
             raise ConfigError(

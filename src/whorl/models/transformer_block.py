@@ -17,6 +17,7 @@ from whorl.models.transformer_config import (
     Rope,
     TransformerConfig,
 )
+from whorl.nn.attention.mask import Mask
 from whorl.nn.attention.mla import MultiHeadLatentAttention
 from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.attention.paged import PagedState
@@ -77,7 +78,7 @@ def make_mixer(
         same = mixer.model_dump(
             exclude={"kind", "rope", "qk_norm", "scale", "learned_temperature", "fused_qkv", "smear"}
         )
-        return MultiHeadAttention(
+        attention = MultiHeadAttention(
             config.d_model,
             rotary=rotary,
             qk_norm=QKNorm(config.norm_eps, config.norm_offset, mixer.qk_norm == "all_heads")
@@ -89,6 +90,9 @@ def make_mixer(
             projections="shared" if uses_shared_kv else "fused" if mixer.fused_qkv else "separate",
             **same,
         )
+        if config.masked is not None:
+            attention.mask = Mask(causal=False, block=config.masked.block, earlier_blocks=True)
+        return attention
     if isinstance(mixer, MLAConfig):
         fields = mixer.model_dump(exclude={"kind", "rope"})
         return MultiHeadLatentAttention(config.d_model, rotary=rotary, generator=generator, **fields)

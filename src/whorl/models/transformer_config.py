@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
-from whorl.errors import one_of
+from whorl.errors import ConfigError, one_of
 from whorl.nn.mlp import Activation
 from whorl.nn.rotary import Layout, RopeScaling
 from whorl.registry import Registry
@@ -200,6 +200,17 @@ class NGramConfig(_FrozenConfig):
     buckets: int = Field(default=65_536, ge=1)
 
 
+class MaskedConfig(_FrozenConfig):
+    """Masked diffusion in place of next-token prediction (`objectives/generative/masked.py`).
+
+    mask_id: an id that no text has.
+    block: positions that attend to each other and to all earlier blocks; None: the whole row is one block.
+    """
+
+    mask_id: int = Field(ge=0)
+    block: int | None = Field(default=None, ge=2)
+
+
 class TransformerConfig(_FrozenConfig):
     """The shape of a transformer.
 
@@ -210,6 +221,7 @@ class TransformerConfig(_FrozenConfig):
     ngram: embedding rows of the last few ids, added to those of the id.
     embedding_norm: norm of the embedded ids.
     trained_length: positions per row in training. Longer rows use YaRN tables (`transformer.py`).
+    masked: masked diffusion; attention is not causal then.
     """
 
     vocab_size: int = Field(ge=2)
@@ -237,6 +249,7 @@ class TransformerConfig(_FrozenConfig):
     ngram: NGramConfig | None = None
     embedding_norm: bool = False
     trained_length: int | None = Field(default=None, ge=2)
+    masked: MaskedConfig | None = None
 
     @model_validator(mode="after")
     def _validate(self) -> TransformerConfig:
@@ -251,6 +264,8 @@ class TransformerConfig(_FrozenConfig):
             raise ValueError("pre_norm = false needs sandwich = true: the norms after both branches")
         if self.kv_sharing_factor > 1:
             self._check_shared_kv()
+        if self.masked is not None:
+            self._check_masked(self.masked)
         if self.trained_length is not None and (self.shared_rope is None or self.shared_rope[0].scaling):
             raise ValueError(
                 f"trained_length ({self.trained_length}) needs attention in every layer, with one rope without scaling"
@@ -288,6 +303,26 @@ class TransformerConfig(_FrozenConfig):
                     f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} has not the window of the "
                     f"layer that provides its keys"
                 )
+
+    def _check_masked(self, masked: MaskedConfig) -> None:
+        """Check that no part of the network reads ids in one direction."""
+        if masked.mask_id >= self.vocab_size:
+            raise ValueError(
+                f"masked.mask_id ({masked.mask_id}) must be below vocab_size ({self.vocab_size})"
+            )
+        for name in ("ngram", "experts"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"masked: the network has {name}; remove it")
+        for name, mixer in self.mixers.items():
+            if not isinstance(mixer, AttentionConfig):
+                raise ValueError(
+                    f"masked: the mixer {name!r} is {mixer.kind!r}, which is causal; use kind = 'heads'"
+                )
+            for option in ("window", "stride", "block", "smear"):
+                if getattr(mixer, option):
+                    raise ValueError(f"masked: mixers.{name}.{option} is {getattr(mixer, option)}; remove it")
+            if mixer.backend != "auto":
+                raise ValueError(f"masked: mixers.{name}.backend is {mixer.backend!r}; use 'auto'")
 
     def layer_names(self) -> list[str]:
         """Return the name of each layer's mixer: the pattern, repeated."""
@@ -361,3 +396,28 @@ def whorl_decoder(
             "mlp": "relu2", "ngram": ngram, "embedding_norm": True, **fields,
         }
     )  # fmt: skip
+
+
+def masked_decoder(
+    config: TransformerConfig, mask_id: int, block: int | None, length: int
+) -> TransformerConfig:
+    """Return the masked diffusion model of a decoder's shape, for rows of up to `length` positions.
+
+    N-grams and smeared keys read the ids before a position, and are left out.
+
+    Raises:
+        ConfigError: a mixer reads ids in one direction; or the network has experts.
+    """
+    plain = {"smear": False, "backend": "auto"}
+    mixers = {
+        name: mixer.model_copy(update=plain) if isinstance(mixer, AttentionConfig) else mixer
+        for name, mixer in config.mixers.items()
+    }
+    changed = {
+        "mixers": mixers, "ngram": None, "trained_length": None, "max_length": length,
+        "vocab_size": max(config.vocab_size, mask_id + 1), "masked": MaskedConfig(mask_id=mask_id, block=block),
+    }  # fmt: skip
+    try:
+        return TransformerConfig.model_validate({**dict(config), **changed})
+    except ValidationError as error:
+        raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error

@@ -331,6 +331,12 @@ _ESTIMATORS = [
 
 _GENERATIVE = [
     (
+        "masked",
+        "- 1/t sum over masked i of log p(x0[i] | x_t), t of the row or of its block",
+        "Sahoo et al. 2024, arXiv:2406.07524; blocks: Arriola et al. 2025, arXiv:2503.09573",
+        _OBJECTIVES + "generative.masked",
+    ),
+    (
         "ae",
         "|f(g(x0)) - x0|^2, g(x0) of few dimensions",
         "Hinton & Salakhutdinov 2006, doi:10.1126/science.1127647",

@@ -119,13 +119,17 @@ def _curves(
         label=f"Training loss against step, from {losses[0]:.2f} to {curve[-1]:.2f} nats per token",
         x_range=x_range, y_range=(low, max(top, low)), mark=mark,
     )  # fmt: skip
-    bits = [(r["step"], r["held_out_bits_per_byte"]) for r in records if "held_out_bits_per_byte" in r]
+    key, most = "held_out_bits_per_byte", ""
+    if any(f"{key}_bound" in r for r in records):  # of masked diffusion
+        key, most = f"{key}_bound", "at most "
+    bits = [(r["step"], r[key]) for r in records if key in r]
     if bits:
+        note = "Of rows spread over the validation split, without the text before them; test files are read whole."
+        bound = " An upper bound: the mean loss of all orders of a block's tokens."
         yield Curve(
-            section="Training", title="Validation bits per byte", height=190, x_range=x_range, mark=mark,
-            note="Of rows spread over the validation split, without the text before them; test files are read whole.",
-            lines=[_line("bits per byte", bits)],
-            label=f"Validation bits per byte against step, ending at {bits[-1][1]:.3f}",
+            section="Training", title="Validation bits per byte" + (", upper bound" if most else ""), height=190,
+            x_range=x_range, mark=mark, note=note + (bound if most else ""), lines=[_line("bits per byte", bits)],
+            label=f"Validation bits per byte against step, ending at {most}{bits[-1][1]:.3f}",
         )  # fmt: skip
     if induction:
         yield Curve(

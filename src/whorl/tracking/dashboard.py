@@ -34,6 +34,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a Braille
 # Metrics next to the curve: name, label, format.
 _METRIC_ROWS = (
     ("held_out_bits_per_byte", "validation", "{:.3f} bits per byte"),
+    ("held_out_bits_per_byte_bound", "validation", "at most {:.3f} bits per byte"),
     ("induction_nll", "induction", "{:.3f} nats"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
     ("mfu", "MFU", "{:.0%}"),

@@ -28,10 +28,16 @@ OPTIMIZERS = (
 )
 # Of logits (`lm/token_objective.py`); the setting "next_token" takes the fused loss, which is equal.
 TOKEN_OBJECTIVES = Registry("objective", {"next_token": "whorl.objectives.next_token:next_token_of_logits"})
+MASKED = "masked"  # masked diffusion, of pretraining only; it is no function of logits and targets
 TokenObjectiveName = Annotated[
     str,
     AfterValidator(TOKEN_OBJECTIVES.check),
     Field(description="next_token, or module:attribute of a function of logits, targets and mask"),
+]
+PretrainObjectiveName = Annotated[
+    str,
+    AfterValidator(lambda name: name if name == MASKED else TOKEN_OBJECTIVES.check(name)),
+    Field(description="next_token, masked, or module:attribute of a function of logits, targets and mask"),
 ]
 OptimizerName = Annotated[str, AfterValidator(OPTIMIZERS.check)]
 

@@ -24,11 +24,12 @@ from whorl.registry import check_permitted, code_named_in, permit_code
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamConfig
 from whorl.train.config import (
+    MASKED,
     OptimConfig,
+    PretrainObjectiveName,
     RoutingConfig,
     ScheduleConfig,
     SpikeGuardConfig,
-    TokenObjectiveName,
 )
 from whorl.train.optim.stochastic_rounding import RoundingMode
 from whorl.train.stream_config import TextStreamConfig
@@ -83,7 +84,7 @@ class Job(BaseModel):
         description="fraction of the steps, at the end, with rows of LONG_FACTOR times the length",
     )
     seed: int = 0
-    objective: TokenObjectiveName = "next_token"
+    objective: PretrainObjectiveName = "next_token"
     z_loss: float = Field(default=1e-5, ge=0, description="of next_token")
     schedule: ScheduleConfig = ScheduleConfig()
     ema: float = Field(
@@ -112,6 +113,10 @@ class Job(BaseModel):
         if self.long_ratio and self.batch_size % (LONG_FACTOR * self.replicas):
             raise ValueError(
                 f"long_ratio needs a batch_size, {self.batch_size}, that {LONG_FACTOR} x replicas ({self.replicas}) divides"
+            )
+        if (self.objective == MASKED) != (self.model.masked is not None):
+            raise ValueError(
+                f"objective ({self.objective!r}) and model.masked ({self.model.masked}): give both or none of them"
             )
         return self
 

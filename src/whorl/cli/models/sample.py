@@ -6,7 +6,7 @@ import codecs
 import math
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -33,9 +33,21 @@ def sample(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.")
     ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Masked diffusion: passes per block or gap; default: one per token."),
+    ] = None,
+    reveal: Annotated[
+        Literal["confidence", "entropy"],
+        typer.Option(help="Masked diffusion: what a pass reveals first, by confidence or entropy."),
+    ] = "confidence",
+    suffix: Annotated[
+        str,
+        typer.Option(help="Masked diffusion without blocks: fill a gap of --max-tokens before this text."),
+    ] = "",
     store: StoreOption = None,
 ) -> None:
-    """Continue a text with a model and stream the result.
+    """Continue a text with a model and stream the result, or fill the gap between two texts.
 
     Examples:
 
@@ -44,13 +56,15 @@ def sample(
         whorl sample pretrain "class Stack:" --temperature 0.5 --seed 1 --stop "class "
 
         whorl sample imported/Qwen3-0.6B "The capital of France is"
+
+        whorl sample diffuse-code/pretrain "def add(a, b):" --suffix "    return c" --max-tokens 12 --steps 6
     """
     import torch
 
     from whorl.engine import EngineConfig, SamplingParams, load_for_sampling
     from whorl.engine.request import Request
     from whorl.errors import ConfigError
-    from whorl.evals.model.sampling import open_engine
+    from whorl.evals.model.sampling import open_engine, prompt_ids
     from whorl.machine.device_probe import probe
     from whorl.tokens.hf_tokenizer import load_tokenizer
     from whorl.tracking.seeds import derive
@@ -64,14 +78,16 @@ def sample(
     found.check()
     machine = probe()
     torch.set_num_threads(1)  # the operations of one token are too small for several threads
-    model = load_for_sampling(found.path, machine)
+    model = load_for_sampling(found.path, machine, masked=True)
     tokenizer = load_tokenizer(found.path)
-    healed = tokenizer.heal_prompt(text)
+    healed, behind = prompt_ids(model, tokenizer, text), tuple(tokenizer.encode_to_list(suffix))
     seed = seed if seed is not None else time.time_ns() % (1 << 31)
     engine = open_engine(
         model,
         EngineConfig.for_batch(  # single steps, so that each token is shown at once
-            1, min(healed.n_tokens + max_tokens, model.max_positions or sys.maxsize), decode_burst=1
+            1,
+            min(healed.n_tokens + max_tokens + len(behind), model.max_positions or sys.maxsize),
+            decode_burst=1,
         ),
         tokenizer,
         compile_native=False,  # the first token does not wait for a compiler
@@ -80,12 +96,18 @@ def sample(
         id="sample",
         ids=tuple(healed.ids),
         sampling=SamplingParams(
-            temperature=temperature, top_p=top_p, top_k=top_k, seed=derive(seed, "sample")
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=derive(seed, "sample"),
+            steps=steps,
+            reveal=reveal,
         ),
         max_tokens=max_tokens,
         stop=tuple(text.encode() for text in stop or [] if text),
         stop_ids=frozenset(tokenizer.end_ids),
         forced_prefix=healed.forced_prefix,
+        suffix=behind,
     )
     given = text.encode()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -98,7 +120,7 @@ def sample(
         sys.stdout.flush()
         start = b""
     seconds = time.perf_counter() - began
-    sys.stdout.write("\n")
+    sys.stdout.write(suffix + "\n")
     print(f"{count} tokens, {count / seconds:,.0f} tokens/s, seed {seed}", file=sys.stderr)
 
 

@@ -39,6 +39,8 @@ def unsupported_model_reason(model: LanguageModel) -> str | None:
     """Return the reason why the native step cannot run this model, or None."""
     if model.embedding.device.type != "cpu":
         return f"the model is on {model.embedding.device.type}"
+    if model.config.masked is not None:
+        return "masked diffusion, whose attention is not causal"
     if any(isinstance(m, Linear) and m.matmul is not None for m in model.modules()):
         return "its matrix products are replaced (fp8)"
     if (memory := model.memory) is not None:

@@ -57,9 +57,9 @@ def build_batch(
             score_indices += range(start + scored.start - first, start + scored.stop - first)
             score_targets += sequence.request.ids[scored.start + 1 : scored.stop + 1]
             n_alternatives = max(n_alternatives, sequence.request.top_log_probs)
-        if stop >= n_ids and sequence.samples:  # the newest token and its drafts
-            logit_indices += range(start + n - 1 - (stop - n_ids), start + n)
-            rows += [_sampler_row(sequence, k) for k in range(stop - n_ids + 1)]
+        sampled = sequence.positions_to_sample(stop)
+        logit_indices += [start + position - first for position in sampled]
+        rows += [_sampler_row(sequence, position - n_ids + 1) for position in sampled]
     slot_index = np.array(slots)
     n_pages = -(-max(lengths) // cache.page_size)
     batch = InputBatch(

@@ -24,6 +24,7 @@ from whorl.errors import ConfigError, DataError
 from whorl.models import LanguageModel
 from whorl.tokens.hf_tokenizer import AnyTokenizer
 from whorl.tokens.token_encoder import TokenEncoder
+from whorl.tokens.vocabulary import HealedPrompt
 from whorl.tracking.seeds import derive
 
 
@@ -87,6 +88,14 @@ def open_engine(
     if ends and find_spec("llguidance") is not None:  # the Python API works without it
         options["compile_grammar"] = GrammarCompiler(table, ends, len(table)).compile
     return Engine(model, config, token_bytes=table, banned_ids=ids.banned_ids(rows), **options)
+
+
+def prompt_ids(model: LanguageModel, tokenizer: AnyTokenizer, text: str) -> HealedPrompt:
+    """Return the ids to continue a text with; only a model of the next token can complete the last token of a prompt."""
+    if model.config.masked is None:
+        return tokenizer.heal_prompt(text)
+    ids = tokenizer.encode_prompt(text)
+    return HealedPrompt(ids, b"", len(ids))
 
 
 def sample_completions(

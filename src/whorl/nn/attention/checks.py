@@ -112,13 +112,17 @@ def mask_of_keys(
     """Return a layer's mask with the segments and padding of these queries and keys.
 
     Args:
-        segments: [B, T] of the queries; offset: position of the first query among the keys; length: T.
+        segments: [B, T] of the queries, or [B, T, T] the pairs that attend. offset: position of the first query among the
+            keys. length: T.
         cross: the keys come from another sequence.
 
     Raises:
         ConfigError: segments of queries or keys are missing.
     """
     query_segments, key_segments = segments, keys.segments
+    if segments is not None and segments.dim() == 3:
+        pairs = segments[:, None]
+        return replace(mask, causal=False, block=None, allowed=pairs, key_allowed=keys.allowed, offset=offset)
     if cross:
         if key_segments is not None and query_segments is None:
             raise ConfigError(

@@ -9,7 +9,8 @@ of the key, and d = i - j:
 - stride l:    |d| < l or d mod l = 0: the last l positions, and every l-th earlier one (Child et al. 2019, Sparse
                Transformers, arXiv:1904.10509, sec. 4.3; their heads A^(1) and A^(2) merged into one). With l near
                sqrt(T), two layers connect all positions, at a cost of T sqrt(T)
-- block b:     i // b and j // b are neighbors in `layout`, a matrix [blocks, blocks]; without one, i // b = j // b
+- block b:     i // b and j // b are neighbors in `layout`, a matrix [blocks, blocks]; without one, i // b = j // b, or
+               i // b >= j // b with `earlier_blocks` (block diffusion, Arriola et al. 2025, arXiv:2503.09573)
 - segments:    query and key are in the same document of a packed row
 - key_allowed: the key is not padding
 - allowed:     True at the pair in a matrix that the caller gives
@@ -47,6 +48,7 @@ class Mask:
         offset: position of the first query among the keys.
         layout: [blocks, blocks] bool, the blocks of keys (columns) that a block of queries (rows) may attend to.
         allowed: bool, broadcasts to [B, H, Tq, Tk], as the mask of torch's scaled_dot_product_attention.
+        earlier_blocks: keys of all earlier blocks too; without `block` the whole row is one.
 
     Raises:
         ConfigError: a size below 1; a negative offset; one of a pair only; a tensor of another shape or type.
@@ -62,6 +64,7 @@ class Mask:
     offset: int = 0
     layout: Tensor | None = None
     allowed: Tensor | None = None
+    earlier_blocks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("window", "stride", "block"):
@@ -151,8 +154,9 @@ class Mask:
                     (at, key) if document is None else (document[row, at], document[row, key])
                 )
                 query_block, key_block = query_block // self.block, key_block // self.block
+                neighbors = query_block >= key_block if self.earlier_blocks else query_block == key_block
                 allowed = allowed & (
-                    (query_block == key_block) if self.layout is None else self.layout[query_block, key_block]
+                    neighbors if self.layout is None else self.layout[query_block, key_block]
                 )
             if self.query_segments is not None and self.key_segments is not None:
                 allowed = allowed & (self.query_segments[row, query] == self.key_segments[row, key])

@@ -172,7 +172,8 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             positions: [T] or [B, T], for `rotary`, or their tables; by default those after the state's.
-            segments: [B, T] documents of a packed row; by default a state continues its last document.
+            segments: [B, T] documents of a packed row; by default a state continues its last document. [B, T, T] bool: the
+                pairs that attend, in place of the layer's mask.
             state: read, and extended by x.
             key_allowed: [B, T] bool, False where x is padding; only without a state (with one, pass padding as a segment).
             context: [B, Tc, context_dim] of cross-attention; with a state, needed at the first call only.
@@ -290,7 +291,7 @@ class MultiHeadAttention(nn.Module):
             ConfigError: as `forward`; the layer has no key projection.
         """
         batch, length = self._check(x)
-        if segments is not None and segments.shape != (batch, length):
+        if segments is not None and segments.shape not in ((batch, length), (batch, length, length)):
             raise ConfigError(
                 f"segments has the shape {list(segments.shape)}", expected=f"[{batch}, {length}]"
             )
@@ -352,7 +353,8 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ConfigError: `batch` or `capacity` below 1; the layer is not causal, so later positions change earlier ones.
         """
-        check_new_state(batch, capacity, causal=self.mask.causal or self.context_dim is not None)
+        ordered = self.mask.causal or self.mask.earlier_blocks  # with blocks, a state grows by whole ones
+        check_new_state(batch, capacity, causal=ordered or self.context_dim is not None)
         size = capacity
         if self.context_dim is not None or not self.has_kv_proj:
             size = 0

@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from whorl.objectives.generative import masked
 from whorl.parallel.process_group import ProcessGroup
 from whorl.slots import FIFOReader, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.stream import StreamBatches
+from whorl.tracking.seeds import generator
 from whorl.train.job import Job, RowShape, first_long_step, row_shape, stream_config
 from whorl.train.learner.update import MicroBatch
 
@@ -73,8 +75,11 @@ def _token_batches(
             yield next(batches)
 
 
-def micro_batches(batch: Batch, job: Job) -> list[MicroBatch]:
-    """Copy this replica's rows of a batch out of the slot and split them into micro-batches."""
+def micro_batches(batch: Batch, job: Job, step: int = 0, rank: int = 0) -> list[MicroBatch]:
+    """Copy this replica's rows of a batch out of the slot and split them into micro-batches.
+
+    step, rank: number of the batch and of this replica; of masked diffusion, whose draws are those of the whole batch.
+    """
     if isinstance(batch, dict):
         views, plain = batch, bool((batch["segment_ids"] <= 1).all())
     else:
@@ -82,5 +87,12 @@ def micro_batches(batch: Batch, job: Job) -> list[MicroBatch]:
     names = UNPACKED_FIELDS if plain else (*UNPACKED_FIELDS, "segment_ids", "positions")
     tensors = {name: views[name].to(job.device, copy=True) for name in names}
     rows, length = tensors["tokens"].shape
+    if job.model.masked is not None:
+        predicted = masked.targets(views["loss_mask"])
+        drawn = masked.draws(rows * job.replicas, length, generator(job.seed, "masks", step))
+        own = slice(rank, None, job.replicas) if job.stream else slice(rank * rows, (rank + 1) * rows)
+        packed = {} if plain else {"segments": views["segment_ids"], "positions": views["positions"]}
+        weights = masked.weights(predicted, *(t[own] for t in drawn), job.model.masked.block, **packed)
+        tensors |= {"weights": weights.to(job.device), "loss_mask": predicted.to(job.device)}
     size = max(1, job.micro_batch_size * job.seq_len // length) if job.micro_batch_size else rows
     return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]

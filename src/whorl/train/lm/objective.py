@@ -18,8 +18,9 @@ from whorl.nn.compiler import compiled
 from whorl.nn.cpu.linear import weight_gradient
 from whorl.nn.experts import Experts, expert_lr_scales, router_parameter_names
 from whorl.nn.gpu.dispatch import logits_step
+from whorl.objectives.generative import masked
 from whorl.objectives.next_token import Loss, next_token
-from whorl.train.config import OptimConfig
+from whorl.train.config import MASKED, OptimConfig
 from whorl.train.learner.update import MicroBatch, ParamOptim
 from whorl.train.lm.token_objective import own_objective
 from whorl.train.metrics.moe_balance import MoEBalancer
@@ -105,7 +106,7 @@ class LMObjective:
         length: int | None = None,
         objective: str = "next_token",
     ) -> None:
-        self.own = own_objective(objective)
+        self.own = None if objective == MASKED else own_objective(objective)
         self.model, self.z_loss, self.moe, self.chunk_tokens = model, z_loss, moe, chunk_tokens
         self.compiled_loss: Callable[..., tuple[Tensor, ...]] = self._loss
         self.packed_shape, self.length = packed_shape, length
@@ -123,7 +124,7 @@ class LMObjective:
         routings: list[Any] | None = None,
     ) -> tuple[Tensor, ...]:
         model = self.model
-        hidden = model.trunk(x, positions, segments, routings=routings)
+        hidden = model.trunk(x, positions, segments, routings=routings)[:, : targets.shape[1]]
         loss = next_token(
             hidden.flatten(0, 1),
             model.head_weight,
@@ -137,7 +138,20 @@ class LMObjective:
         )
         return loss.total, loss.count, loss.metrics["nll"]
 
+    def _masked(self, micro_batch: MicroBatch) -> Loss:
+        ids, weights = micro_batch["tokens"], micro_batch["weights"]
+        settings, packed = self.model.config.masked, micro_batch.get("segment_ids")
+        noisy, positions, segments = masked.inputs(
+            ids, weights, settings.mask_id, settings.block, packed, micro_batch.get("positions")
+        )
+        x, where = self.model.prepare(noisy, positions, segments)
+        loss = self.compiled_loss if packed is None else self._loss
+        total, _, nll = loss(x, where, ids, weights, segments)
+        return Loss(total, micro_batch["loss_mask"].sum().float(), {"nll": nll})
+
     def __call__(self, micro_batch: MicroBatch) -> Loss:
+        if "weights" in micro_batch:
+            return self._masked(micro_batch)
         segments = micro_batch.get("segment_ids")
         positions = None if segments is None else micro_batch["positions"]
         x, where = self.model.prepare(micro_batch["tokens"], positions, segments)

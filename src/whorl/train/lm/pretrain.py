@@ -158,7 +158,7 @@ class PretrainTask(Task[Batch]):
     def minibatches(self, record: Batch) -> list[list[MicroBatch]]:
         if self.trainer.moe.stochastic:  # seeded by step number, so that a resumed run draws the same numbers
             torch.manual_seed(derive(self.job.seed, "dropout", self.learner.rounds, self.trainer.group.rank))
-        return [micro_batches(record, self.job)]
+        return [micro_batches(record, self.job, self.learner.rounds, self.trainer.group.rank)]
 
     def lr_scale(self, step: int) -> float:
         return lr_schedule.lr_scale(self.deadline.planned(step), self.job.steps, self.job.schedule)

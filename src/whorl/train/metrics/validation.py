@@ -27,6 +27,7 @@ from torch import Tensor
 
 from whorl.models import LanguageModel
 from whorl.nn.gpu.dispatch import logits_step
+from whorl.objectives.generative import masked
 from whorl.objectives.next_token import next_token
 from whorl.parallel.process_group import ProcessGroup
 from whorl.slots import Spec
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from whorl.train.job import Job
 
 HELD_OUT_ROWS = 16
+MASKINGS = 4  # of each row, for masked diffusion; their seed is fixed
 INDUCTION_ROWS = 8
 MARGIN = 0.01  # of the lowest held-out loss; below it, the weights at the end of the schedule are preferred
 
@@ -85,6 +87,13 @@ class Validator:
         stream = torch.arange(job.model.vocab_size) if rows is None else rows["tokens"][rows["loss_mask"]]
         half = stream[torch.randint(len(stream), shape, generator=generator(job.seed, "copy"))]
         own = slice(process_group.rank, None, process_group.size)
+        if rows is not None and job.model.masked is not None:
+            rows = {name: t.repeat(MASKINGS, 1) for name, t in rows.items()}
+            predicted = masked.targets(rows.pop("loss_mask"))
+            drawn = masked.draws(*predicted.shape, generator(0, "held-out masks"))
+            packed = rows.get("segments"), rows.get("positions")
+            weights = masked.weights(predicted, *drawn, job.model.masked.block, *packed)
+            rows |= {"targets": rows["tokens"], "loss_mask": predicted, "weights": weights}
         self.rows = None if rows is None else {name: t[own].to(job.device) for name, t in rows.items()}
         self.induction_rows = torch.cat([half, half], dim=1)[own].to(job.device)
 
@@ -94,8 +103,11 @@ class Validator:
 
     @torch.no_grad()
     def __call__(self, model: LanguageModel, process_group: ProcessGroup) -> dict[str, float]:
-        """Return held_out_nll and induction_nll in nats per token."""
+        """Return held_out_nll and induction_nll in nats per token; of masked diffusion the bound alone."""
         nll, count = (0.0, 0.0) if self.rows is None else self._nll(model, **self.rows)
+        if model.config.masked is not None:
+            nll, count = process_group.all_reduce_scalars(nll, count)
+            return {"held_out_nll": nll / count} if count else {}
         ids = self.induction_rows
         mask = (torch.arange(1, ids.shape[1]) >= ids.shape[1] // 2 + 1).expand(len(ids), -1).to(ids.device)
         copy_nll, copy_count = self._nll(model, ids[:, :-1], ids[:, 1:], mask)
@@ -113,19 +125,25 @@ class Validator:
         loss_mask: Tensor,
         segments: Tensor | None = None,
         positions: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> tuple[float, float]:
-        """Return the summed loss in nats and the number of targets of rows [n, T]."""
+        """Return the summed loss in nats and the number of targets of rows [n, T]. weights: of masked diffusion."""
         if not len(tokens):  # fewer rows than replicas
             return 0.0, 0.0
+        if weights is not None:
+            made = model.config.masked
+            tokens, positions, segments = masked.inputs(
+                tokens, weights, made.mask_id, made.block, segments, positions
+            )
         loss = next_token(
-            model(tokens, positions, segments).flatten(0, 1),
+            model(tokens, positions, segments)[:, : targets.shape[1]].flatten(0, 1),
             model.head_weight,
             targets.flatten(),
-            loss_mask.flatten(),
+            (loss_mask if weights is None else weights).flatten(),
             softcap=model.logit_softcap,
             select_step=logits_step,
         )
-        return float(loss.metrics["nll"]), float(loss.count)
+        return float(loss.metrics["nll"]), float(loss_mask.sum())
 
 
 class BestWeights:

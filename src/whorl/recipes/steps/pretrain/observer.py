@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from whorl.train.job import Job
 
 SAMPLE_TOKENS = 48
+BOUND = "held_out_bits_per_byte_bound"  # of masked diffusion
 
 
 class PretrainObserver(StageRecorder):
@@ -48,10 +49,12 @@ class PretrainObserver(StageRecorder):
     ) -> dict[str, float | str]:
         values: dict[str, float | str] = dict(metrics)
         if "held_out_nll" in metrics:
-            values["held_out_bits_per_byte"] = metrics["held_out_nll"] / math.log(2) / self.bytes_per_token
+            bits = metrics["held_out_nll"] / math.log(2) / self.bytes_per_token
+            values[BOUND if networks.config.masked is not None else "held_out_bits_per_byte"] = bits
             from whorl.evals.likelihood import perplexity  # not above: a run of lookups imports no torch
 
-            values["held_out_perplexity"] = perplexity(metrics["held_out_nll"], 1)
+            if networks.config.masked is None:
+                values["held_out_perplexity"] = perplexity(metrics["held_out_nll"], 1)
         if step * 4 // self.steps > (step - max(1, self.steps // 40)) * 4 // self.steps:
             values["sample"] = self._sample(networks, step)
             values["memory_bytes"] = _memory_in_use()  # takes 0.02 s for each process
@@ -59,10 +62,10 @@ class PretrainObserver(StageRecorder):
 
     def _sample(self, model: LanguageModel, step: int) -> str:
         from whorl.engine import SamplingParams
-        from whorl.evals.model.sampling import open_engine
+        from whorl.evals.model.sampling import open_engine, prompt_ids
         from whorl.tracking.seeds import derive
 
-        healed = self.tokenizer.heal_prompt(self.prompt)
+        healed = prompt_ids(model, self.tokenizer, self.prompt)
         sizes = 1, len(healed.ids) + SAMPLE_TOKENS
         # Training does not wait for a compiler.
         engine = open_engine(model, sizes, self.tokenizer, compile_native=False)
@@ -81,10 +84,18 @@ class PretrainObserver(StageRecorder):
 def progress_note(metrics: Mapping[str, float]) -> str:
     """Return the text next to the bar: loss, speed, and both measures of the last evaluation after the first one."""
     note = f"loss {metrics['nll']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s"
+    measures = held_out_text(metrics)
+    return f"{note}, {measures}" if measures else note
+
+
+def held_out_text(metrics: Mapping[str, float]) -> str:
+    """Return the measures of the validation rows in words; nothing without any."""
+    if BOUND in metrics:
+        return f"validation at most {metrics[BOUND]:.3f} bits per byte"
     if "held_out_bits_per_byte" not in metrics:
-        return note
+        return ""
     bits, per_token = metrics["held_out_bits_per_byte"], metrics["held_out_perplexity"]
-    return f"{note}, validation {bits:.3f} bits per byte, perplexity {per_token:.2f}"
+    return f"validation {bits:.3f} bits per byte, perplexity {per_token:.2f}"
 
 
 def _memory_in_use() -> int:

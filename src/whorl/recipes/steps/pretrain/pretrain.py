@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.corpus.blocks import expand_globs
+from whorl.errors import ConfigError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.pretrain.train_job import train_and_save
 from whorl.recipes.steps.tokens import read_plan
 from whorl.store import Store
-from whorl.train.config import RunConfig, TokenObjectiveName, TrainConfig
+from whorl.train.config import MASKED, PretrainObjectiveName, RunConfig, TrainConfig
 from whorl.train.stream_config import TextStreamConfig
 
 if TYPE_CHECKING:
@@ -48,7 +49,17 @@ class PretrainConfig(BaseModel):
         default=None, description="train on raw files, tokenized during training, instead of the token set"
     )
 
-    objective: TokenObjectiveName = "next_token"
+    objective: PretrainObjectiveName = "next_token"
+    block: int | None = Field(
+        default=None,
+        ge=2,
+        description="of masked: positions that are denoised together; default: the whole row",
+    )
+    mask_id: int | None = Field(
+        default=None,
+        ge=0,
+        description="of masked: an id that the tokenizer does not have; default: the first one",
+    )
     seed: int | None = Field(default=None, ge=0, description="default: the seed of the plan")
     decay_branches: list[float] = Field(
         default=[],
@@ -63,6 +74,11 @@ class PretrainConfig(BaseModel):
     @model_validator(mode="after")
     def _validate(self) -> PretrainConfig:
         self.run.refuse(replicas="the plan decides it: set plan.replicas")
+        for name in ("block", "mask_id"):
+            if self.objective != MASKED and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) belongs to objective = 'masked'; this is {self.objective!r}"
+                )
         if self.decay_branches:
             from whorl.train.lm.decay_branches import check_fractions  # imports torch
 
@@ -106,6 +122,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
 
 def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
     """Return the planned job on the parents' tokens; `pretrain` trains it and `whorl profile` measures it."""
+    from whorl.models.transformer_config import masked_decoder
     from whorl.tokens.shards import TokenSet
     from whorl.train.job import Job
 
@@ -113,13 +130,27 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
         ctx.parents[role].check()
     planned = read_plan(ctx).job
     deterministic = config.train.deterministic or planned.deterministic
-    job = Job.model_validate(
+    vocab_size, model = TokenSet(ctx.parents["tokens"].path).vocab_size, planned.model
+    if vocab_size > model.vocab_size:
+        model = model.model_copy(update={"vocab_size": vocab_size})
+    if config.objective == MASKED:
+        mask_id = vocab_size if config.mask_id is None else config.mask_id
+        if mask_id < vocab_size:
+            raise ConfigError(
+                f"pretrain.mask_id is {mask_id}, a token of the tokenizer", expected=f"at least {vocab_size}",
+                do="leave it out",
+            )  # fmt: skip
+        model = masked_decoder(model, mask_id, config.block, planned.seq_len)
+    return Job.model_validate(
         {
             **dict(planned),
             **dict(config.train),
             "tokens": str(ctx.parents["tokens"].path),
             "stream": _stream_settings(ctx, config),
-            "long_ratio": 0.0 if config.stream is not None else planned.long_ratio,
+            "model": model,
+            "long_ratio": 0.0
+            if config.stream is not None or config.objective == MASKED
+            else planned.long_ratio,
             "serial_loader": config.serial_loader,
             "objective": config.objective,
             "activation_budget": config.run.activation_budget,
@@ -129,10 +160,6 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
             "seed": planned.seed if config.seed is None else config.seed,
         }
     )
-    vocab_size = TokenSet(ctx.parents["tokens"].path).vocab_size
-    if vocab_size > job.model.vocab_size:
-        job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": vocab_size})})
-    return job
 
 
 def _stream_settings(ctx: StepContext, config: PretrainConfig) -> dict[str, object] | None:

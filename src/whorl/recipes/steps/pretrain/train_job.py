@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from whorl.recipes.registry import StepContext
 from whorl.recipes.stage import train_stage
 from whorl.recipes.stage_recorder import last_values
-from whorl.recipes.steps.pretrain.observer import PretrainObserver, progress_note
+from whorl.recipes.steps.pretrain.observer import PretrainObserver, held_out_text, progress_note
 from whorl.report.training import training_report
 from whorl.train.config import RunConfig
 
@@ -108,10 +108,9 @@ def train_and_save(
 
 def describe_held_out(last: Mapping[str, float]) -> str:
     """Return the measures of the validation rows from the last values of all metrics, in words."""
-    if "held_out_bits_per_byte" not in last:
+    text = held_out_text(last)
+    if not text:
         return "no held-out text: the validation split is empty"
-    bits, per_token = last["held_out_bits_per_byte"], last["held_out_perplexity"]
-    text = f"validation {bits:.3f} bits per byte, perplexity {per_token:.2f}"
     if "kept_step" in last:
         text += f" (weights of step {last['kept_step']:,.0f}; later ones overfit)"
     return text
