@@ -7,7 +7,7 @@ becomes a part of the sequence, and its keys and values enter the cache with the
 
 Certainty is the highest probability of a position ("confidence"; MaskGIT, arXiv:2202.04200; LLaDA, arXiv:2502.09992), or its
 negative entropy ("entropy"). It is a property of the model's distribution, not of the token that was drawn. So a token
-follows the model's conditional distribution, whatever the order, and with one token per step the text has the
+follows the model's conditional distribution, in any order, and with one token per step the text has the
 probability that the network gives it in this order. Several tokens of a step are drawn as if they were independent.
 
 The random number of a position depends on its place in the text alone, so a text does not depend on other requests.
@@ -59,7 +59,11 @@ def check_request(request: Request, masked: MaskedConfig | None) -> None:
     """Raise ConfigError for a field that belongs to the other kind of model; the message names it."""
     s = request.sampling
     if masked is None:
-        found = {"steps": s.steps, "reveal": s.reveal != "confidence", "suffix": request.suffix}
+        found: dict[str, object] = {
+            "steps": s.steps,
+            "reveal": s.reveal != "confidence",
+            "suffix": request.suffix,
+        }
         reason = "a masked diffusion model"
     else:
         found = {

@@ -124,7 +124,8 @@ class Sequence:
     def positions_to_sample(self, stop: int) -> SequenceABC[int]:
         """Positions, in a row that ends before `stop`, whose logits are sampled: the newest id's and its drafts'."""
         if self.block > 1:
-            return self.masked_positions if stop == len(self.ids) + len(self.drafts) else []
+            reached = self.drafts and stop == len(self.ids) + len(self.drafts)
+            return self.masked_positions if reached else []
         return range(len(self.ids) - 1, stop) if self.samples else []
 
     def positions_to_score(self, stop: int) -> range:

@@ -35,18 +35,21 @@ def targets(loss_mask: Tensor) -> Tensor:
 
 
 def weights(
-    predicted: Tensor, time: Tensor, order: Tensor, block: int | None,
-    segments: Tensor | None = None, positions: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    predicted: Tensor,
+    drawn: tuple[Tensor, Tensor],
+    block: int | None,
+    segments: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
     """Return 1/t where an id is masked and 0 elsewhere, [B, T] fp32.
 
     Args:
         predicted: [B, T] bool, ids that may be masked.
-        time, order: [B, T] of `draws`. A block takes the time at its first position; its ids are masked in this order.
+        drawn: time and order [B, T] of `draws`. A block takes the time at its first position; order is that of its masks.
         block: positions of a block; None: a document is one.
         segments, positions: [B, T] of packed rows.
     """
-    rows, length = predicted.shape
+    (time, order), (rows, length) = drawn, predicted.shape
     at = (
         torch.arange(length, device=predicted.device).expand(rows, length) if positions is None else positions
     )
@@ -67,9 +70,13 @@ def weights(
 
 
 def inputs(
-    ids: Tensor, weight: Tensor, mask_id: int, block: int | None,
-    segments: Tensor | None = None, positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    ids: Tensor,
+    weight: Tensor,
+    mask_id: int,
+    block: int | None,
+    segments: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return ids, positions and segments for the network: x_t, or with blocks [x_t ; x0], [B, 2T], and its pairs.
 
     The first T hidden states predict `ids`, with the weights `weight` of `weights`.

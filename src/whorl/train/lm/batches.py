@@ -89,10 +89,10 @@ def micro_batches(batch: Batch, job: Job, step: int = 0, rank: int = 0) -> list[
     rows, length = tensors["tokens"].shape
     if job.model.masked is not None:
         predicted = masked.targets(views["loss_mask"])
-        drawn = masked.draws(rows * job.replicas, length, generator(job.seed, "masks", step))
+        time, order = masked.draws(rows * job.replicas, length, generator(job.seed, "masks", step))
         own = slice(rank, None, job.replicas) if job.stream else slice(rank * rows, (rank + 1) * rows)
-        packed = {} if plain else {"segments": views["segment_ids"], "positions": views["positions"]}
-        weights = masked.weights(predicted, *(t[own] for t in drawn), job.model.masked.block, **packed)
+        packed = (None, None) if plain else (views["segment_ids"], views["positions"])
+        weights = masked.weights(predicted, (time[own], order[own]), job.model.masked.block, *packed)
         tensors |= {"weights": weights.to(job.device), "loss_mask": predicted.to(job.device)}
     size = max(1, job.micro_batch_size * job.seq_len // length) if job.micro_batch_size else rows
     return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]

@@ -90,9 +90,9 @@ class Validator:
         if rows is not None and job.model.masked is not None:
             rows = {name: t.repeat(MASKINGS, 1) for name, t in rows.items()}
             predicted = masked.targets(rows.pop("loss_mask"))
-            drawn = masked.draws(*predicted.shape, generator(0, "held-out masks"))
+            drawn = masked.draws(len(predicted), job.seq_len, generator(0, "held-out masks"))
             packed = rows.get("segments"), rows.get("positions")
-            weights = masked.weights(predicted, *drawn, job.model.masked.block, *packed)
+            weights = masked.weights(predicted, drawn, job.model.masked.block, *packed)
             rows |= {"targets": rows["tokens"], "loss_mask": predicted, "weights": weights}
         self.rows = None if rows is None else {name: t[own].to(job.device) for name, t in rows.items()}
         self.induction_rows = torch.cat([half, half], dim=1)[own].to(job.device)
