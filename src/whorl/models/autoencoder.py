@@ -138,7 +138,7 @@ class ImageDecoder(nn.Module):
         self.side, widths = grid_side(size), _widths(size, width)[::-1]
         d_out = width if grid else width * self.side**2
         self.first = Linear(d_in, d_out, std=d_in**-0.5, bias=True, generator=rng)
-        self.classes = ClassEmbedding(n_classes, width, rng)
+        self.classes = ClassEmbedding(n_classes, d_out, rng)  # of one latent: its own vector at each position
         self.blocks = nn.ModuleList([ResidualConv(width, rng) for _ in range(depth)])
         self.upsample = nn.ModuleList(
             [ResizeConv(a, b, bias=True, generator=rng) for a, b in pairwise(widths)]
@@ -148,8 +148,8 @@ class ImageDecoder(nn.Module):
         )
 
     def forward(self, z: Tensor, labels: Tensor | None = None) -> Tensor:
-        positions = self.first(z).view(len(z), self.side, self.side, -1)
-        h = positions.permute(0, 3, 1, 2) + self.classes(labels)[:, :, None, None]
+        rows = self.first(z) + self.classes(labels).unflatten(1, (*[1] * (z.ndim - 2), -1))
+        h = rows.view(len(z), self.side, self.side, -1).permute(0, 3, 1, 2)
         for block in self.blocks:
             h = block(h)
         for upsample in self.upsample:

@@ -64,7 +64,7 @@ def _with_preset(config: GenerativeStepConfig, store: object) -> GenerativeStepC
 
 @step(
     "generative", config=GenerativeStepConfig, parents={"images?": "images", "classifier?": "vision"},
-    complete_config=_with_preset, not_hashed=("run",),
+    complete_config=_with_preset, not_hashed=("run",), version=2,
 )  # fmt: skip
 def generative(ctx: StepContext, config: GenerativeStepConfig) -> None:
     """Train a generative model, and measure its samples against held-out data."""
