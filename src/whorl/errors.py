@@ -38,6 +38,7 @@ class WhorlError(Exception):
     """
 
     exit_code = 1
+    field: str | None = None  # of a request, for its client
 
     def __init__(self, what: str, *, expected: str = "", do: str = "") -> None:
         what, expected, do = map(without_credentials, (what, expected, do))

@@ -22,6 +22,7 @@ from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError
+from whorl.evals.model.sampling import prompt_ids
 from whorl.machine.device_probe import probe
 from whorl.models import LanguageModel
 from whorl.serve.worker.model_entry import ServedModel
@@ -72,7 +73,7 @@ class Model:
         texts = as_texts("prompts", prompts)
         if isinstance(prompts, str):
             return "".join(self.stream(prompts, **options))
-        encoded = [self._entry.tokenizer.heal_prompt(text) for text in texts]
+        encoded = [prompt_ids(self.network, self._entry.tokenizer, text) for text in texts]
         return self._complete([self._request(healed, n, options) for n, healed in enumerate(encoded)])
 
     def stream(self, prompt: str, **options: Any) -> Iterator[str]:
@@ -80,7 +81,8 @@ class Model:
         if not isinstance(prompt, str):
             raise invalid("prompt", prompt, "a text")
         require_encodable("prompt", prompt)
-        yield from self._stream(self._request(self._entry.tokenizer.heal_prompt(prompt), 0, options))
+        healed = prompt_ids(self.network, self._entry.tokenizer, prompt)
+        yield from self._stream(self._request(healed, 0, options))
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
         """Answer a conversation: messages with `role` and `content`, or one user message as a text.
@@ -151,6 +153,8 @@ class Model:
     def _log_probs(self, text: str) -> Tensor:
         tokenizer = self._entry.tokenizer
         n_text = len(tokenizer.encode_to_list(text))
+        if self.network.config.masked is not None:
+            raise ConfigError("log_probs of a masked diffusion model", expected="a model of the next token")
         if not n_text:
             return torch.empty(0)
         ids = self._fitting(tokenizer.encode_prompt(text))

@@ -76,7 +76,9 @@ def check_request(request: Request, masked: MaskedConfig | None) -> None:
         if masked.block and request.suffix:
             reason = f"a model without blocks; this one has blocks of {masked.block}"
     if names := [name for name, value in found.items() if value]:
-        raise ConfigError(f"{names[0]} is set, which needs {reason}", do=f"leave out {names[0]}")
+        error = ConfigError(f"{names[0]} is set, which needs {reason}", do=f"leave out {names[0]}")
+        error.field = names[0]
+        raise error
 
 
 def open_canvases(sequences: Iterable[Sequence], mask_id: int, max_positions: int) -> None:

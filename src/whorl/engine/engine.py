@@ -144,12 +144,12 @@ class Engine:
             raise ConfigError(
                 f"id {request.id!r} is the id of an unfinished request", expected="an unused id"
             )
+        check_request(request, self.masked)
         request.check(
             self.model.config.vocab_size, self._max_positions,
             "the model's context" if self._max_positions == self.max_model_len else "the cache",
             can_compile_grammars=self.compile_grammar is not None, has_token_bytes=bool(self.token_bytes),
         )  # fmt: skip
-        check_request(request, self.masked)
         self.adapters.index_of(request.adapter)  # raises if there is no such adapter
         self._n_added += 1
         seed = (

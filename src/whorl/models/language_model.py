@@ -48,7 +48,7 @@ class LanguageModel(nn.Module, ABC):
         logit_softcap: c in c tanh(z / c), or None.
         max_positions: longest row, or None if unbounded.
         batch_independent: whether an output depends only on the earlier positions of the same row. It does not where experts
-            have a capacity or choose their tokens (`nn/experts/router.py`).
+            have a capacity or choose their tokens (`nn/experts/router.py`), nor in masked diffusion.
         checkpointed_blocks: number of leading blocks whose activations are recomputed (`activation_checkpointing.py`).
         context_hint: capacity assumed for rows without a state, so that the rotary tables equal those of an engine with that
             capacity (`transformer.py`); None: the row's length.

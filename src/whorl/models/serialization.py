@@ -72,7 +72,7 @@ def load_model(
     if given and not masked:
         raise ConfigError(
             f"the model of {folder} is a masked diffusion model (masked = {given})", expected="a model of the next token",
-            do="use it with `whorl sample` and `whorl serve`, or train with pretrain.objective = 'next_token'",
+            do="use it with `whorl sample` and `whorl serve` of one process, or set pretrain.objective = 'next_token'",
         )  # fmt: skip
     if CONFIG_KEY in data:
         if to_train:

@@ -92,7 +92,8 @@ class Transformer(LanguageModel):
         super().__init__()
         self.config, self.dtype, self.logit_softcap = config, dtype, config.logit_softcap
         self.max_positions = config.max_length if config.learned_positions else None
-        self.batch_independent = config.experts is None or config.experts.routing == "dropless"
+        dropless = config.experts is None or config.experts.routing == "dropless"
+        self.batch_independent = dropless and config.masked is None
         self.unexportable = None if config.ngram is None else "n-gram embedding"
 
         def random_table(rows: int, std: float = 0.02) -> nn.Parameter:

@@ -90,7 +90,7 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, WhorlError):
         message = error.what + (f"; expected {error.expected}" if error.expected else "")
         code = "context_length_exceeded" if getattr(error, "too_long", False) else None
-        return ApiError(400, message, code=code)
+        return ApiError(400, message, param=error.field, code=code)
     LOG.error("internal error", exc_info=error)
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 

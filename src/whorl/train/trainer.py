@@ -371,7 +371,7 @@ class Trainer(Generic[R]):
 
     def log_objective(self, name: str) -> None:
         """Log that a user's objective is computed without the fused loss and the compiled step."""
-        if name != "next_token" and self.group.rank == 0:
+        if name not in ("next_token", "masked") and self.group.rank == 0:
             self.log(f"objective {name} reads whole logits: without the fused loss and compilation")
 
     def report_event(self, done: int, event: dict[str, Any]) -> None:

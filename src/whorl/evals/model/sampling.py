@@ -73,8 +73,14 @@ def open_engine(
         options: further arguments of `Engine`.
 
     Raises:
-        ConfigError: as `Engine`. DataError: the tokenizer does not spell bytes.
+        ConfigError: as `Engine`; the mask is a token of the tokenizer. DataError: the tokenizer does not spell bytes.
     """
+    masked, known = model.config.masked, getattr(ids, "tokenizer", ids).vocab_size
+    if masked is not None and masked.mask_id < known:
+        raise ConfigError(
+            f"masked.mask_id of the model is {masked.mask_id}, a token of the tokenizer",
+            expected=f"at least {known}",
+        )
     config = sizes if isinstance(sizes, EngineConfig) else EngineConfig.for_batch(*sizes)
     rows = model.config.vocab_size
     table: list[bytes] = []

@@ -8,7 +8,8 @@ The schema of /openapi.json also states the limits that are checked outside of t
 of a union would give an error about another branch. Limits of a server are not in it: context, vocabulary, choices.
 
 Extensions: top_k, min_p, repetition_penalty (named as in other servers), regex and grammar (constraints of the output),
-priority (lower is served first), ignore_eos (for benchmarks), token_healing (docs/tokens.md; completions only).
+priority (lower is served first), ignore_eos (for benchmarks), token_healing (docs/tokens.md; completions only), steps and
+reveal (masked diffusion, docs/generative.md).
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ class GenerationRequest(StrictModel):
         default=None, max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
     )
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    steps: int | None = Field(
+        default=None, ge=1, le=1 << 20, description="masked diffusion: passes of a block"
+    )
+    reveal: Literal["confidence", "entropy"] | None = None
     n: int | None = Field(default=None, ge=1)
     stop: StopString | StopStrings | None = Field(default=None, union_mode="left_to_right")
     stream: bool | None = None
@@ -109,6 +114,9 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
     token_healing: bool | None = None
+    suffix: str | None = Field(
+        default=None, max_length=65536, description="masked diffusion: text behind the gap"
+    )
 
 
 class TextPart(StrictModel):

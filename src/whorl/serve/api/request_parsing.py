@@ -93,20 +93,22 @@ def parse_completion(
     if best > n and body.stream:
         raise ApiError(400, "best_of: cannot be used with stream", param="best_of")
     scoring = bool(body.echo and body.logprobs is not None)
-    plain = not scoring and body.grammar is None and body.regex is None
+    plain = served.heals and not scoring and body.grammar is None and body.regex is None
     given = _prompt_list(body.prompt)
     _check_sequence_count(best * len(given), config, "best_of" if body.best_of else "n")
     prompts = [_prompt(p, served, plain and body.token_healing is not False) for p in given]
     requested = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if requested == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 is allowed only with echo", param="max_tokens")
-    requests = []
+    requests, suffix = [], served.tokenizer.encode_to_list(body.suffix) if body.suffix else []
     for prompt in prompts:
-        max_tokens = _max_new_tokens(prompt.n_tokens, max(1, requested), served, "max_tokens", "prompt")
+        max_tokens = _max_new_tokens(
+            prompt.n_tokens + len(suffix), max(1, requested), served, "max_tokens", "prompt"
+        )
         one = _request(
             body, served, prompt.ids, max_tokens=max_tokens, stop_ids=frozenset(served.tokenizer.end_ids), client=client,
             grammar=_output_grammar(body), forced_prefix=prompt.required, top_log_probs=body.logprobs or 0,
-            prompt_log_probs=scoring,
+            prompt_log_probs=scoring, suffix=tuple(suffix),
         )  # fmt: skip
         requests += _copies(one, best)
     _check_logprobs(requests, body.logprobs, "max_tokens")
@@ -255,7 +257,7 @@ def _sampling(body: GenerationRequest, served: ServedModel) -> SamplingParams:
     }
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)
-    for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+    for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "steps", "reveal"):
         if (value := getattr(body, name)) is not None:
             given[name] = value
     if body.seed is not None:

@@ -53,6 +53,7 @@ class ModelEngineFactory:
             cache_bytes=self.cache_bytes,
             adapters=self.adapters,
             speculation=self.speculation if role != "prefill" else NO_SPECULATION,
+            masked=role is None,
         )
 
     def __call__(self, role: Role) -> Engine:

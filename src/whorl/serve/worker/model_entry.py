@@ -26,6 +26,7 @@ class ServedModel:
     name: shown to clients; aliases: other accepted names. max_model_len: positions of prompt and output together.
     adapter: LoRA adapter of its requests.
     embed: runs in the engine thread; None without embeddings.
+    heals: whether it can complete the last token of a prompt; not by masked diffusion.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ServedModel:
     aliases: frozenset[str] = frozenset()
     adapter: str | None = None
     embed: Embed | None = None
+    heals: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property

@@ -67,6 +67,7 @@ def load_generation_model(
     cache_bytes: int | None = None,
     adapters: Sequence[str] = (),
     speculation: Speculation = NO_SPECULATION,
+    masked: bool = True,
     **engine_kwargs: Any,
 ) -> tuple[list[ServedModel], Engine]:
     """Load a language model. Returns one entry for it and one per adapter, and the engine that runs all of them.
@@ -76,6 +77,7 @@ def load_generation_model(
         cache_bytes: size of the KV cache; by default a share of the free memory.
         adapters: NAME=FOLDER for each adapter.
         speculation: what drafts tokens.
+        masked: as of `load_model`.
         engine_kwargs: further arguments of `Engine`.
 
     Raises:
@@ -86,7 +88,7 @@ def load_generation_model(
         if not name or not folder or name in location.names:
             raise ConfigError(f"--adapter {text}", expected="NAME=FOLDER; the name must be unique")
     rows = min(8, config.max_num_seqs)
-    model = load_for_sampling(location.folder, machine, batch_size=rows)
+    model = load_for_sampling(location.folder, machine, batch_size=rows, masked=masked)
     draft = speculation.load_draft(model, machine, rows)
     encoder = TokenEncoder.load(location.folder)
     gc.collect()
@@ -131,6 +133,7 @@ def served_model(names: Sequence[str], encoder: TokenEncoder, engine: Engine) ->
         chat_template=encoder.chat,
         vocab_size=engine.model.config.vocab_size,
         max_model_len=engine.max_positions,
+        heals=engine.model.config.masked is None,
         embed=lambda ids: mean_pooled_embedding(engine.model, ids),
     )
 
