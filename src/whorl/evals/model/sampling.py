@@ -75,7 +75,7 @@ def open_engine(
     Raises:
         ConfigError: as `Engine`; the mask is a token of the tokenizer. DataError: the tokenizer does not spell bytes.
     """
-    masked, known = model.config.masked, getattr(ids, "tokenizer", ids).vocab_size
+    masked, known = model.config.masked, (ids.tokenizer if isinstance(ids, TokenEncoder) else ids).vocab_size
     if masked is not None and masked.mask_id < known:
         raise ConfigError(
             f"masked.mask_id of the model is {masked.mask_id}, a token of the tokenizer",
