@@ -50,9 +50,9 @@ def test_masks_do_not_depend_on_micro_batches_ranks_or_resume(
     [
         ({"mixers": {"m": {"kind": "mamba"}}}, "mixer 'm' is 'mamba', which is causal"),
         ({"mixers": {"m": {"kind": "linear"}}}, "mixer 'm' is 'linear', which is causal"),
-        ({"mixers": {"m": {**HEADS, "smear": True}}}, "mixers.m.smear is True"),
-        ({"ngram": {}}, "the network has ngram"),
-        ({"masked": {"mask_id": 300}}, "mask_id .300. must be below vocab_size .300."),
+        ({"mixers": {"m": {**HEADS, "smear": True}}}, "masked excludes mixers.m.smear = True"),
+        ({"ngram": {}}, "masked excludes ngram"),
+        ({"masked": {"mask_id": 300}}, "masked excludes mask_id .300.; the network has 300 ids"),
         ({"masked": {"mask_id": 1, "block": 1}}, "greater than or equal to 2"),
     ],
 )

@@ -57,27 +57,21 @@ def canvas_config(config: EngineConfig, masked: MaskedConfig | None, drafts: boo
 
 def check_request(request: Request, masked: MaskedConfig | None) -> None:
     """Raise ConfigError for a field that belongs to the other kind of model; the message names it."""
-    s = request.sampling
-    if masked is None:
-        found: dict[str, object] = {
-            "steps": s.steps,
-            "reveal": s.reveal != "confidence",
-            "suffix": request.suffix,
-        }
-        reason = "a masked diffusion model"
-    else:
-        found = {
-            "grammar": request.grammar, "forced_prefix": request.forced_prefix, "score_from": request.score_from,
-            "prompt_log_probs": request.prompt_log_probs, "repetition_penalty": s.repetition_penalty != 1,
-            "presence_penalty": s.presence_penalty, "frequency_penalty": s.frequency_penalty,
-            "suffix": masked.block and request.suffix,
-        }  # fmt: skip
-        reason = "a model of the next token"
-        if masked.block and request.suffix:
-            reason = f"a model without blocks; this one has blocks of {masked.block}"
-    if names := [name for name, value in found.items() if value]:
-        error = ConfigError(f"{names[0]} is set, which needs {reason}", do=f"leave out {names[0]}")
-        error.field = names[0]
+    s, block = request.sampling, masked.block if masked is not None else None
+    masked_only = {"steps": s.steps, "reveal": s.reveal != "confidence", "suffix": request.suffix}
+    causal_only = {
+        "grammar": request.grammar, "forced_prefix": request.forced_prefix, "score_from": request.score_from,
+        "prompt_log_probs": request.prompt_log_probs, "repetition_penalty": s.repetition_penalty != 1,
+        "presence_penalty": s.presence_penalty, "frequency_penalty": s.frequency_penalty,
+        "suffix": block and request.suffix,
+    }  # fmt: skip
+    found: dict[str, object] = masked_only if masked is None else causal_only
+    for name in (name for name, value in found.items() if value):
+        reason = "a masked diffusion model" if masked is None else "a model of the next token"
+        if name == "suffix" and block:
+            reason = f"a model without blocks; this one has blocks of {block}"
+        error = ConfigError(f"{name} is set, which needs {reason}", do=f"leave out {name}")
+        error.field = name
         raise error
 
 
@@ -102,9 +96,7 @@ def certainties(logits: Tensor, rows: SequenceABC[SamplerRow], banned: NDArray[n
     return found
 
 
-def reveal(
-    sequence: Sequence, tokens: SequenceABC[Token | None], certainty: SequenceABC[float]
-) -> list[Token | None]:
+def reveal(sequence: Sequence, tokens: list[Token | None], certainty: list[float]) -> list[Token | None]:
     """Reveal the most certain tokens of the masked positions; return all tokens of the block if it is settled.
 
     The first of equally certain positions comes first. A position without a valid token ends the sequence.
@@ -114,12 +106,10 @@ def reveal(
     masked = sequence.masked_positions
     order = sorted(range(len(masked)), key=lambda n: (-certainty[n], n))
     for n in order[: sequence.reveal_per_step]:
-        token = tokens[n]
-        assert token is not None
-        at = masked[n] - len(sequence.ids)
-        sequence.revealed[at], sequence.drafts[at] = token, token.id
+        if (token := tokens[n]) is not None:
+            at = masked[n] - len(sequence.ids)
+            sequence.revealed[at], sequence.drafts[at] = token, token.id
     if None in sequence.revealed:
         return []
-    settled, sequence.drafts = sequence.revealed, sequence.drafts[: len(sequence.revealed)]
-    sequence.revealed = []
-    return settled
+    sequence.drafts = sequence.drafts[: len(sequence.revealed)]
+    return sequence.revealed

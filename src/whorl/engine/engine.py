@@ -341,13 +341,8 @@ class Engine:
         if first:
             sequence.first_token_time = self.clock()
         n_drafts, n_forced = len(sequence.drafts), sequence.n_forced
-        accepted, text, finish = accept_tokens(
-            sequence,
-            sampled_tokens,
-            self.token_bytes,
-            self._max_positions - len(sequence.request.suffix),
-            self.version,
-        )
+        room = self._max_positions - len(sequence.request.suffix)
+        accepted, text, finish = accept_tokens(sequence, sampled_tokens, self.token_bytes, room, self.version)
         self.stats.output_tokens += len(accepted)
         if n_drafts and self.proposer is not None:
             self.stats.drafted_tokens += n_drafts

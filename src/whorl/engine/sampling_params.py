@@ -46,12 +46,10 @@ class SamplingParams(BaseModel):
     )
     logit_bias: dict[Id, Finite] = Field(default_factory=dict, description="added to the logits of these ids")
     steps: int | None = Field(
-        default=None, ge=1, description="masked diffusion: passes per block, or per text of a model without blocks; "
-        "default: one per token",
-    )  # fmt: skip
+        default=None, ge=1, description="masked diffusion: passes of a block or gap; default: one per token"
+    )
     reveal: Literal["confidence", "entropy"] = Field(
-        default="confidence",
-        description="masked diffusion: the tokens that a pass reveals are the most certain by this",
+        default="confidence", description="what a pass reveals first"
     )
     seed: int | None = Field(default=None, description="the same seed gives the same tokens; None picks one")
 

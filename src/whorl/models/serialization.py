@@ -49,13 +49,8 @@ def save_model(model: LanguageModel, folder: Path) -> None:
 
 
 def load_model(
-    folder: Path,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    *,
-    to_train: bool = False,
-    masked: bool = False,
-) -> LanguageModel:
+    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", *, to_train: bool = False, masked: bool = False
+) -> LanguageModel:  # fmt: skip
     """Load the model of `folder` for inference: weights of matrix products are cast to `dtype`, others stay fp32.
 
     Args:
@@ -64,8 +59,7 @@ def load_model(
 
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape.
-        ConfigError: config.json needs unsupported features; or `to_train` with a quantized model; or not `masked`, and the
-            model is.
+        ConfigError: config.json needs unsupported features; `to_train` with a quantized model; or the model is `masked`.
     """
     data = _read(folder)
     given = (data.get("transformer") or {}).get("masked")

@@ -306,23 +306,18 @@ class TransformerConfig(_FrozenConfig):
 
     def _check_masked(self, masked: MaskedConfig) -> None:
         """Check that no part of the network reads ids in one direction."""
-        if masked.mask_id >= self.vocab_size:
-            raise ValueError(
-                f"masked.mask_id ({masked.mask_id}) must be below vocab_size ({self.vocab_size})"
-            )
-        for name in ("ngram", "experts"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"masked: the network has {name}; remove it")
+        found = {f"mask_id ({masked.mask_id})": masked.mask_id >= self.vocab_size}
+        found |= {"ngram": self.ngram is not None, "experts": self.experts is not None}
         for name, mixer in self.mixers.items():
             if not isinstance(mixer, AttentionConfig):
                 raise ValueError(
-                    f"masked: the mixer {name!r} is {mixer.kind!r}, which is causal; use kind = 'heads'"
+                    f"masked: the mixer {name!r} is {mixer.kind!r}, which is causal; use 'heads'"
                 )
-            for option in ("window", "stride", "block", "smear"):
-                if getattr(mixer, option):
-                    raise ValueError(f"masked: mixers.{name}.{option} is {getattr(mixer, option)}; remove it")
-            if mixer.backend != "auto":
-                raise ValueError(f"masked: mixers.{name}.backend is {mixer.backend!r}; use 'auto'")
+            options = {option: getattr(mixer, option) for option in ("window", "stride", "block", "smear")}
+            options["backend"] = mixer.backend if mixer.backend != "auto" else None
+            found |= {f"mixers.{name}.{option} = {value}": bool(value) for option, value in options.items()}
+        if wrong := [name for name, is_wrong in found.items() if is_wrong]:
+            raise ValueError(f"masked excludes {wrong[0]}; the network has {self.vocab_size} ids")
 
     def layer_names(self) -> list[str]:
         """Return the name of each layer's mixer: the pattern, repeated."""
@@ -409,12 +404,11 @@ def masked_decoder(
         ConfigError: a mixer reads ids in one direction; or the network has experts.
     """
     plain = {"smear": False, "backend": "auto"}
-    mixers = {
-        name: mixer.model_copy(update=plain) if isinstance(mixer, AttentionConfig) else mixer
-        for name, mixer in config.mixers.items()
+    heads = {
+        n: m.model_copy(update=plain) for n, m in config.mixers.items() if isinstance(m, AttentionConfig)
     }
     changed = {
-        "mixers": mixers, "ngram": None, "trained_length": None, "max_length": length,
+        "mixers": {**config.mixers, **heads}, "ngram": None, "trained_length": None, "max_length": length,
         "vocab_size": max(config.vocab_size, mask_id + 1), "masked": MaskedConfig(mask_id=mask_id, block=block),
     }  # fmt: skip
     try:

@@ -41,7 +41,6 @@ def test_settings_of_another_objective_and_causal_networks_are_refused(tmp_path:
     planned = {n: v for n, v in TINY.items() if n not in ("plan.d_model", "plan.n_layers")}
     for settings, change, words in (
         (TINY, "pretrain.objective=next_token", "block (4) belongs to objective = 'masked'"),
-        (TINY, "pretrain.mask_id=9", "pretrain.mask_id is 9, a token of the tokenizer"),
         (planned, model, "the mixer 'm' is 'mamba', which is causal"),
     ):
         options = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]

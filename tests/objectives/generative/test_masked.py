@@ -24,9 +24,9 @@ def network(block: int | None) -> LanguageModel:
     return model.requires_grad_(False)
 
 
-def losses(model: LanguageModel, ids: Tensor, weight: Tensor, block: int | None, **packed: Tensor) -> Tensor:
+def losses(model: LanguageModel, ids: Tensor, weight: Tensor, **packed: Tensor) -> Tensor:
     """The objective of each row [N, T]."""
-    hidden = model(*masked.inputs(ids, weight, MASK, block, **packed))[:, : ids.shape[1]]
+    hidden = model(*masked.inputs(ids, weight, model.config.masked, **packed))[:, : ids.shape[1]]
     return torch.stack(
         [next_token(h, model.head_weight, x, w).total for h, x, w in zip(hidden, ids, weight, strict=True)]
     )
@@ -86,7 +86,7 @@ def test_expected_loss_equals_enumeration_and_mean_of_orders(block: int | None) 
         assert torch.equal(weight[:, first + size - n : first + size] > 0, own)
         weight[:, :first] = weight[:, first + size :] = 0
         shares = torch.tensor([1 / (n * comb(n, int(m))) for m in k])
-        found += float((shares * losses(model, ids.repeat(len(own), 1), weight, block)).double().sum())
+        found += float((shares * losses(model, ids.repeat(len(own), 1), weight)).double().sum())
     assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -113,6 +113,6 @@ def test_loss_of_packed_row_is_that_of_its_documents(block: int | None) -> None:
     segments, positions = torch.tensor([[1] * 7 + [2] * 6]), torch.tensor([[*range(7), *range(6)]])
     predicted = masked.targets(segments == segments.roll(-1, 1))
     weight = masked.weights(predicted, masked.draws(1, 13, rng), block, segments, positions)
-    packed = losses(model, ids, weight, block, segments=segments, positions=positions)
-    parts = [losses(model, ids[:, s], weight[:, s], block) for s in (slice(0, 7), slice(7, 13))]
+    packed = losses(model, ids, weight, segments=segments, positions=positions)
+    parts = [losses(model, ids[:, s], weight[:, s]) for s in (slice(0, 7), slice(7, 13))]
     torch.testing.assert_close(packed, sum(parts))

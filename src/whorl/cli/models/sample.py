@@ -34,16 +34,13 @@ def sample(
         list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.")
     ] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Masked diffusion: passes per block or gap; default: one per token."),
+        int | None, typer.Option(min=1, help="Masked diffusion: passes of a block; default: one per token.")
     ] = None,
     reveal: Annotated[
-        Literal["confidence", "entropy"],
-        typer.Option(help="Masked diffusion: what a pass reveals first, by confidence or entropy."),
+        Literal["confidence", "entropy"], typer.Option(help="Masked diffusion: what a pass reveals first.")
     ] = "confidence",
     suffix: Annotated[
-        str,
-        typer.Option(help="Masked diffusion without blocks: fill a gap of --max-tokens before this text."),
+        str, typer.Option(help="Masked diffusion: fill a gap of --max-tokens before this text.")
     ] = "",
     store: StoreOption = None,
 ) -> None:
@@ -81,13 +78,12 @@ def sample(
     model = load_for_sampling(found.path, machine, masked=True)
     tokenizer = load_tokenizer(found.path)
     healed, behind = prompt_ids(model, tokenizer, text), tuple(tokenizer.encode_to_list(suffix))
+    wanted = healed.n_tokens + max_tokens + len(behind)
     seed = seed if seed is not None else time.time_ns() % (1 << 31)
     engine = open_engine(
         model,
         EngineConfig.for_batch(  # single steps, so that each token is shown at once
-            1,
-            min(healed.n_tokens + max_tokens + len(behind), model.max_positions or sys.maxsize),
-            decode_burst=1,
+            1, min(wanted, model.max_positions or sys.maxsize), decode_burst=1
         ),
         tokenizer,
         compile_native=False,  # the first token does not wait for a compiler
@@ -96,19 +92,14 @@ def sample(
         id="sample",
         ids=tuple(healed.ids),
         sampling=SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=derive(seed, "sample"),
-            steps=steps,
-            reveal=reveal,
+            temperature=temperature, top_p=top_p, top_k=top_k, seed=derive(seed, "sample"), steps=steps, reveal=reveal
         ),
         max_tokens=max_tokens,
         stop=tuple(text.encode() for text in stop or [] if text),
         stop_ids=frozenset(tokenizer.end_ids),
         forced_prefix=healed.forced_prefix,
         suffix=behind,
-    )
+    )  # fmt: skip
     given = text.encode()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     fits = given.endswith(healed.forced_prefix)  # false if the tokenizer normalizes text

@@ -78,8 +78,7 @@ def open_engine(
     masked, known = model.config.masked, (ids.tokenizer if isinstance(ids, TokenEncoder) else ids).vocab_size
     if masked is not None and masked.mask_id < known:
         raise ConfigError(
-            f"masked.mask_id of the model is {masked.mask_id}, a token of the tokenizer",
-            expected=f"at least {known}",
+            f"masked.mask_id is {masked.mask_id}, a token of the tokenizer", expected=f"{known} or more"
         )
     config = sizes if isinstance(sizes, EngineConfig) else EngineConfig.for_batch(*sizes)
     rows = model.config.vocab_size

@@ -18,6 +18,8 @@ Times and masks are data: `draws` are made for a whole batch and belong to its r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,16 +74,15 @@ def weights(
 def inputs(
     ids: Tensor,
     weight: Tensor,
-    mask_id: int,
-    block: int | None,
+    settings: Any,
     segments: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return ids, positions and segments for the network: x_t, or with blocks [x_t ; x0], [B, 2T], and its pairs.
 
-    The first T hidden states predict `ids`, with the weights `weight` of `weights`.
+    The first T hidden states predict `ids`, with the weights `weight` of `weights`. settings: `mask_id` and `block`.
     """
-    noisy = torch.where(weight > 0, mask_id, ids)
+    noisy, block = torch.where(weight > 0, settings.mask_id, ids), settings.block
     if block is None:
         return noisy, positions, segments
     rows, length = ids.shape

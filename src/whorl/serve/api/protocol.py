@@ -82,9 +82,7 @@ class GenerationRequest(StrictModel):
         default=None, max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
     )
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
-    steps: int | None = Field(
-        default=None, ge=1, le=1 << 20, description="masked diffusion: passes of a block"
-    )
+    steps: int | None = Field(default=None, ge=1, le=1 << 20, description="passes of a block")
     reveal: Literal["confidence", "entropy"] | None = None
     n: int | None = Field(default=None, ge=1)
     stop: StopString | StopStrings | None = Field(default=None, union_mode="left_to_right")
@@ -114,9 +112,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
     token_healing: bool | None = None
-    suffix: str | None = Field(
-        default=None, max_length=65536, description="masked diffusion: text behind the gap"
-    )
+    suffix: str | None = Field(default=None, max_length=65536, description="text behind a gap")
 
 
 class TextPart(StrictModel):

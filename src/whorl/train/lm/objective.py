@@ -140,12 +140,10 @@ class LMObjective:
 
     def _masked(self, micro_batch: MicroBatch) -> Loss:
         ids, weights = micro_batch["tokens"], micro_batch["weights"]
-        settings, packed = self.model.config.masked, micro_batch.get("segment_ids")
-        noisy, positions, segments = masked.inputs(
-            ids, weights, settings.mask_id, settings.block, packed, micro_batch.get("positions")
-        )
+        packed = micro_batch.get("segment_ids"), micro_batch.get("positions")
+        noisy, positions, segments = masked.inputs(ids, weights, self.model.config.masked, *packed)
         x, where = self.model.prepare(noisy, positions, segments)
-        loss = self.compiled_loss if packed is None else self._loss
+        loss = self.compiled_loss if packed[0] is None else self._loss
         total, _, nll = loss(x, where, ids, weights, segments)
         return Loss(total, micro_batch["loss_mask"].sum().float(), {"nll": nll})
 

@@ -131,9 +131,8 @@ class Validator:
         if not len(tokens):  # fewer rows than replicas
             return 0.0, 0.0
         if weights is not None:
-            made = model.config.masked
             tokens, positions, segments = masked.inputs(
-                tokens, weights, made.mask_id, made.block, segments, positions
+                tokens, weights, model.config.masked, segments, positions
             )
         loss = next_token(
             model(tokens, positions, segments)[:, : targets.shape[1]].flatten(0, 1),

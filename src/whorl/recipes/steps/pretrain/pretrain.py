@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.corpus.blocks import expand_globs
-from whorl.errors import ConfigError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.pretrain.train_job import train_and_save
 from whorl.recipes.steps.tokens import read_plan
@@ -51,14 +50,7 @@ class PretrainConfig(BaseModel):
 
     objective: PretrainObjectiveName = "next_token"
     block: int | None = Field(
-        default=None,
-        ge=2,
-        description="of masked: positions that are denoised together; default: the whole row",
-    )
-    mask_id: int | None = Field(
-        default=None,
-        ge=0,
-        description="of masked: an id that the tokenizer does not have; default: the first one",
+        default=None, ge=2, description="positions of a block of masked; default: a row"
     )
     seed: int | None = Field(default=None, ge=0, description="default: the seed of the plan")
     decay_branches: list[float] = Field(
@@ -74,11 +66,10 @@ class PretrainConfig(BaseModel):
     @model_validator(mode="after")
     def _validate(self) -> PretrainConfig:
         self.run.refuse(replicas="the plan decides it: set plan.replicas")
-        for name in ("block", "mask_id"):
-            if self.objective != MASKED and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} ({getattr(self, name)}) belongs to objective = 'masked'; this is {self.objective!r}"
-                )
+        if self.block is not None and self.objective != MASKED:
+            raise ValueError(
+                f"block ({self.block}) belongs to objective = 'masked'; it is {self.objective!r}"
+            )
         if self.decay_branches:
             from whorl.train.lm.decay_branches import check_fractions  # imports torch
 
@@ -134,13 +125,7 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
     if vocab_size > model.vocab_size:
         model = model.model_copy(update={"vocab_size": vocab_size})
     if config.objective == MASKED:
-        mask_id = vocab_size if config.mask_id is None else config.mask_id
-        if mask_id < vocab_size:
-            raise ConfigError(
-                f"pretrain.mask_id is {mask_id}, a token of the tokenizer", expected=f"at least {vocab_size}",
-                do="leave it out",
-            )  # fmt: skip
-        model = masked_decoder(model, mask_id, config.block, planned.seq_len)
+        model = masked_decoder(model, vocab_size, config.block, planned.seq_len)
     return Job.model_validate(
         {
             **dict(planned),
@@ -149,7 +134,7 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
             "stream": _stream_settings(ctx, config),
             "model": model,
             "long_ratio": 0.0
-            if config.stream is not None or config.objective == MASKED
+            if config.stream is not None or model.masked is not None
             else planned.long_ratio,
             "serial_loader": config.serial_loader,
             "objective": config.objective,
