@@ -58,14 +58,18 @@ def canvas_config(config: EngineConfig, masked: MaskedConfig | None, drafts: boo
 def check_request(request: Request, masked: MaskedConfig | None) -> None:
     """Raise ConfigError for a field that belongs to the other kind of model; the message names it."""
     s, block = request.sampling, masked.block if masked is not None else None
-    masked_only = {"steps": s.steps, "reveal": s.reveal != "confidence", "suffix": request.suffix}
-    causal_only = {
+    masked_only: dict[str, object] = {
+        "steps": s.steps,
+        "reveal": s.reveal != "confidence",
+        "suffix": request.suffix,
+    }
+    causal_only: dict[str, object] = {
         "grammar": request.grammar, "forced_prefix": request.forced_prefix, "score_from": request.score_from,
         "prompt_log_probs": request.prompt_log_probs, "repetition_penalty": s.repetition_penalty != 1,
         "presence_penalty": s.presence_penalty, "frequency_penalty": s.frequency_penalty,
         "suffix": block and request.suffix,
     }  # fmt: skip
-    found: dict[str, object] = masked_only if masked is None else causal_only
+    found = masked_only if masked is None else causal_only
     for name in (name for name, value in found.items() if value):
         reason = "a masked diffusion model" if masked is None else "a model of the next token"
         if name == "suffix" and block:
