@@ -49,7 +49,7 @@ class SamplingParams(BaseModel):
         default=None, ge=1, description="masked diffusion: passes of a block or gap; default: one per token"
     )
     reveal: Literal["confidence", "entropy"] = Field(
-        default="confidence", description="what a pass reveals first"
+        default="confidence", description="order in which passes reveal"
     )
     seed: int | None = Field(default=None, description="the same seed gives the same tokens; None picks one")
 
