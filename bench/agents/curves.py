@@ -28,7 +28,7 @@ RUNS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("reinforce", "CartPole-v1", 50_000, {}), ("a2c", "CartPole-v1", 50_000, {}),
     ("a3c", "CartPole-v1", 50_000, {}), ("ppo", "CartPole-v1", 50_000, {}),
     ("impala", "CartPole-v1", 50_000, {}), ("trpo", "CartPole-v1", 50_000, {}),
-    ("cpo", "CostlyGrid-v0", 20_000, {}), ("dqn", "CartPole-v1", 15_000, {}),
+    ("cpo", "CostlyGrid-v0", 100_000, {}), ("dqn", "CartPole-v1", 15_000, {}),
     ("ddpg", "Pendulum-v1", 5_000, SMALL), ("td3", "Pendulum-v1", 5_000, SMALL), ("sac", "Pendulum-v1", 5_000, SMALL),
 ]  # fmt: skip
 WINDOW = 20  # episodes of which a point is the mean

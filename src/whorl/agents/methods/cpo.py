@@ -27,8 +27,11 @@ from whorl.train.learner.update import MicroBatch
 
 
 class CPOConfig(TRPOConfig):
+    """Rollouts are longer than those of TRPO: the mean cost of an episode, which has the limit, varies much."""
+
     method: Literal["cpo"] = "cpo"  # type: ignore[assignment]
     environment: str = "CostlyGrid-v0"
+    n_steps: int = Field(default=256, ge=1)
     cost_limit: float = Field(default=1.0, ge=0, description="mean cost of an episode, undiscounted")
     clip_norm: float = Field(default=10.0, gt=0)
 
@@ -130,8 +133,8 @@ class CPO(TRPO):
         return (*super().losses(networks), float((ratio * self.part["cost_advantage"]).mean()))
 
     def improves(self, before: tuple[float, ...], after: tuple[float, ...]) -> bool:
-        """Whether the loss falls and the cost stays within its limit; in recovery, whether the cost falls."""
-        room = max(0.0, -float(self.part["excess"]))
-        if self.recovering:
+        """Whether the loss falls and the cost stays within its limit; above the limit, whether the cost falls."""
+        excess = float(self.part["excess"])
+        if self.recovering or excess > 0:  # a step back to the limit may have to raise the loss
             return after[1] < before[1]
-        return after[0] < before[0] and after[1] - before[1] <= room
+        return after[0] < before[0] and after[1] - before[1] <= -excess
