@@ -24,7 +24,7 @@ more than that. Blocks are counted from the start of each document, so that pack
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -130,6 +130,9 @@ class Mask:
             ConfigError: segments or padding of another length.
         """
         self.check(n_queries, n_keys)
+        table_only = not self.causal and replace(self, allowed=None).is_causal_only
+        if self.allowed is not None and table_only:
+            return self.allowed.expand(self.batch_size or 1, self.n_heads or 1, n_queries, n_keys)
         row = torch.arange(self.batch_size or 1, device=device)[:, None, None, None]
         head = torch.arange(self.n_heads or 1, device=device)[:, None, None]
         query = torch.arange(n_queries, device=device)[:, None]
