@@ -18,6 +18,7 @@ from tests.support.train.tiny import Notes, job, make_tokens
 from whorl.embedding.job import EmbedJob
 from whorl.embedding.train import train_embedder
 from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.models.transformer_config import masked_decoder
 from whorl.tokens.shards import TokenSet
 from whorl.train.job import Job
 from whorl.train.lm import decay_branches as branches
@@ -55,6 +56,15 @@ for _name in SHAPES:
     case(f"pretrain/{_name}")(partial(_shape, _name))
 case("pretrain/two-replicas")(partial(_shape, "decoder", replicas=2))
 case("pretrain/fp16", tolerance=5e-4)(partial(_shape, "decoder", dtype="float16"))
+
+
+@case("pretrain/masked-blocks")
+def _masked() -> Result:
+    with scratch() as folder:
+        tokens = make_tokens(folder)
+        decoder = golden_job("decoder", tokens).model
+        model = masked_decoder(decoder, decoder.vocab_size, 4, 32)
+        return train(golden_job("decoder", tokens, model=model, objective="masked"))
 
 
 @case("pretrain/decay-branch")
