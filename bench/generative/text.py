@@ -1,6 +1,6 @@
 """Masked diffusion of text against next-token prediction: equal networks, tokens and steps, on code.
 
-    python bench/generative/text.py [--steps 1500] [--seeds 2]      # about 15 minutes on one core
+    python bench/generative/text.py [--steps 2000] [--seeds 2]      # 15 minutes on a shared core
 
 A decoder without n-grams and smeared keys (2 layers, width 96) trains on the standard library's source: as a model of the
 next token, as masked diffusion of whole rows, and in blocks of 4. Printed and claimed, over the seeds:
@@ -141,7 +141,7 @@ def main() -> None:
     args = parse(
         __doc__,
         lambda p: (
-            p.add_argument("--steps", type=int, default=1500),
+            p.add_argument("--steps", type=int, default=2000),
             p.add_argument("--seeds", type=int, default=2),
         ),
         smoke={"steps": 10, "seeds": 1},
