@@ -76,5 +76,5 @@ def test_suffix_fills_a_gap_of_max_tokens() -> None:
 
 
 def test_mask_that_is_a_token_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"masked.mask_id is 7, a token of the tokenizer"):
+    with pytest.raises(ConfigError, match=r"masked.mask_id is 7, a token"):
         serve(4, mask_id=7)

@@ -77,9 +77,7 @@ def open_engine(
     """
     masked, known = model.config.masked, (ids.tokenizer if isinstance(ids, TokenEncoder) else ids).vocab_size
     if masked is not None and masked.mask_id < known:
-        raise ConfigError(
-            f"masked.mask_id is {masked.mask_id}, a token of the tokenizer", expected=f"{known} or more"
-        )
+        raise ConfigError(f"masked.mask_id is {masked.mask_id}, a token", expected=f"{known} or more")
     config = sizes if isinstance(sizes, EngineConfig) else EngineConfig.for_batch(*sizes)
     rows = model.config.vocab_size
     table: list[bytes] = []

@@ -37,12 +37,9 @@ def targets(loss_mask: Tensor) -> Tensor:
 
 
 def weights(
-    predicted: Tensor,
-    drawn: tuple[Tensor, Tensor],
-    block: int | None,
-    segments: Tensor | None = None,
-    positions: Tensor | None = None,
-) -> Tensor:
+    predicted: Tensor, drawn: tuple[Tensor, Tensor], block: int | None,
+    segments: Tensor | None = None, positions: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return 1/t where an id is masked and 0 elsewhere, [B, T] fp32.
 
     Args:

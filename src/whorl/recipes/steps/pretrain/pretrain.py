@@ -49,9 +49,7 @@ class PretrainConfig(BaseModel):
     )
 
     objective: PretrainObjectiveName = "next_token"
-    block: int | None = Field(
-        default=None, ge=2, description="positions of a block of masked; default: a row"
-    )
+    block: int | None = Field(default=None, ge=2, description="positions of a block of masked")
     seed: int | None = Field(default=None, ge=0, description="default: the seed of the plan")
     decay_branches: list[float] = Field(
         default=[],
@@ -67,9 +65,7 @@ class PretrainConfig(BaseModel):
     def _validate(self) -> PretrainConfig:
         self.run.refuse(replicas="the plan decides it: set plan.replicas")
         if self.block is not None and self.objective != MASKED:
-            raise ValueError(
-                f"block ({self.block}) belongs to objective = 'masked'; it is {self.objective!r}"
-            )
+            raise ValueError(f"block ({self.block}) belongs to objective = 'masked'")
         if self.decay_branches:
             from whorl.train.lm.decay_branches import check_fractions  # imports torch
 
