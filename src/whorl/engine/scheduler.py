@@ -293,7 +293,7 @@ class Scheduler:
                     sequence.cached_tokens = sequence.n_computed
                     self.cache.hit_tokens += sequence.n_computed
                     self.cache.queried_tokens += sequence.n_prompt
-            if not sequence.decoding:  # a prompt within the first block is computed with its canvas
+            if sequence.block == 1 or not sequence.decoding:  # a prompt within its first block has a canvas
                 budget -= self._schedule_prefill(sequence, budget, out)
 
     def _resume_swapped(self, sequence: Sequence) -> bool:

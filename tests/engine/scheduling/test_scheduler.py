@@ -50,6 +50,15 @@ def test_step_keeps_budget_and_includes_all_decoding() -> None:
         assert last.prefill_tokens + last.decode_tokens <= 16
 
 
+def test_prompt_in_the_cache_has_its_first_token_in_its_first_step() -> None:
+    engine = small_engine()
+    ids = (1, 2, 3, 4, 5, 6, 7, 8, 9)  # all pages but the last id
+    drain(engine, [request("first", ids)])
+    engine.add(request("again", ids))
+    (delta,) = engine.step()
+    assert delta.cached_tokens == 8 and len(delta.tokens) == 1
+
+
 def test_lower_priority_number_is_served_first() -> None:
     engine = small_engine(max_num_seqs=1)
     for name, priority in (("later", 5), ("urgent", -1), ("usual", 0)):
