@@ -117,8 +117,8 @@ def test_branch_rolls_back_to_its_start(
     start = stable_state(whole, tmp_path / "whole", 3, stop_after=4)
     plain = module.micro_batches
 
-    def spoilt(record: Any, of: Job) -> Any:
-        parts = plain(record, of)
+    def spoilt(record: Any, *where: Any) -> Any:
+        parts = plain(record, *where)
         parts[0]["tokens"][:] = ord("x")
         return parts
 

@@ -215,8 +215,8 @@ def change_batches(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, dict[
     """Call `change` with the number and the micro-batch of each step."""
     plain, calls = module.micro_batches, itertools.count()
 
-    def changed(record: Any, of: Job) -> Any:
-        parts = plain(record, of)
+    def changed(record: Any, *where: Any) -> Any:
+        parts = plain(record, *where)
         change(next(calls), parts[0])
         return parts
 
