@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.report.report_example import example
+from tests.support.serve.browser_pages import expect_fits
 
 from whorl.corpus.deduplication.settings import MinHashConfig
 from whorl.corpus.provenance.figures import SourceCount
@@ -125,7 +126,7 @@ def test_page_fits_phone(browser: Any, report: Path, scheme: str) -> None:
     phone = {"width": 390, "height": 844}
     opened = OpenPage(browser, report, viewport=phone, has_touch=True, is_mobile=True, color_scheme=scheme)
     page = opened.page
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    expect_fits(page, 390)
     assert page.locator(".chart > svg.narrow").first.is_visible()
     assert not page.locator(".chart > svg.wide").first.is_visible()
     tick = page.locator(".chart > svg.narrow .tick").first
@@ -154,7 +155,7 @@ def test_answers_are_side_by_side_or_stacked(browser: Any, report: Path, scheme:
     assert opened.tip().startswith("step ") and "smoothed" in opened.tip() and "%" in opened.tip()
     page.locator("h1").hover()
     page.set_viewport_size({"width": 360, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    expect_fits(page, 360)
     assert after.bounding_box()["y"] >= before.bounding_box()["y"] + before.bounding_box()["height"]
     assert after.bounding_box()["x"] == before.bounding_box()["x"]
     opened.close()
@@ -234,5 +235,5 @@ def test_agents_page_opens(browser: Any, tmp_path: Path) -> None:
     assert all(colour["contrast"] >= 4.5 for colour in colours), colours
     assert page.get_by_alt_text("one pixel").evaluate("e => e.naturalWidth") == 1
     page.set_viewport_size({"width": 360, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    expect_fits(page, 360)
     opened.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.report.evaluation_example import write_evaluation
-from tests.support.serve.browser_pages import expect
+from tests.support.serve.browser_pages import expect, expect_fits
 
 from whorl.report.evaluation import write_page
 
@@ -162,7 +162,7 @@ def test_markup_in_answers_is_shown_as_text(browser: Any, tmp_path: Path) -> Non
 def test_page_of_items_fits_a_phone(browser: Any, folders: list[Path], tmp_path: Path, scheme: str) -> None:
     phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
     opened = ItemsPage(browser, write_page(folders, tmp_path / "page.html"), color_scheme=scheme, **phone)
-    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
+    expect_fits(opened.page, 390)
     opened.page.locator(".row").nth(2).tap()
     assert opened.page.locator('.row[aria-selected="true"]').get_attribute("data-place") == "2"
     opened.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.serve.arena_server import ANSWERS, NAMES, RunningArena, arena_server
-from tests.support.serve.browser_pages import PATIENCE, PHONE, expect
+from tests.support.serve.browser_pages import PATIENCE, PHONE, expect, expect_fits
 
 from whorl.serve.middleware.auth import KeyFile
 
@@ -117,7 +117,7 @@ def test_phone_has_answers_below_each_other(server: RunningArena, open_page: Any
     expect(page.locator(".answer")).to_have_count(2)
     left, right = (page.locator(f".answer.{side}").bounding_box() for side in ("left", "right"))
     assert left["x"] == right["x"] and left["y"] + left["height"] <= right["y"]
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    expect_fits(page, 360)
     for box in (b.bounding_box() for b in page.locator("#choices button").all()):
         assert box["height"] >= 44 and 0 <= box["y"] <= 740 - box["height"]  # in reach without scrolling
     page.tap("[data-choice=tie]")
@@ -126,7 +126,7 @@ def test_phone_has_answers_below_each_other(server: RunningArena, open_page: Any
     assert box["height"] >= 44 and box["y"] <= 740 - box["height"]
     page.goto(server.url + "#ratings")
     expect(page.locator("#ratings tbody tr")).to_have_count(3)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    expect_fits(page, 360)
 
 
 def test_failed_vote_is_sent_again_and_counts_once(server: RunningArena, open_page: Any) -> None:

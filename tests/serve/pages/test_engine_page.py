@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from tests.support.serve.browser_pages import PHONE, expect
+from tests.support.serve.browser_pages import PHONE, expect, expect_fits
 from tests.support.serve.fake_server import Fake
 
 pytestmark = pytest.mark.browser
@@ -187,7 +187,7 @@ def test_engine_page_uses_the_api_key_of_the_tab(visit: Any, fake: Fake) -> None
 def test_engine_page_fits_a_phone(visit: Any, fake: Fake, empty: bool) -> None:
     fake.state = {} if empty else state(400, model="a-model-with-a-long-name/" * 4)
     page = open_engine(visit, **PHONE)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    expect_fits(page, 360)
     for table in ("#percentiles", "#sequences"):  # all columns are visible
         assert page.locator(table).evaluate("e => e.scrollWidth <= e.parentElement.clientWidth")
     tick = page.locator("#timeline svg text").first

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.serve.browser_pages import PHONE, answered, expect, send
+from tests.support.serve.browser_pages import PHONE, answered, expect, expect_fits, send
 from tests.support.serve.fake_server import Fake, Piece
 
 pytestmark = pytest.mark.browser
@@ -148,7 +148,7 @@ def test_chat_page_fits_a_phone(visit: Any, fake: Fake, scheme: str) -> None:
     page = visit(**PHONE, color_scheme=scheme, reduced_motion="reduce")
 
     def fits() -> None:
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        expect_fits(page, 360)
         for pane in page.locator(".scroller:visible, dialog[open]").all():
             assert pane.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
 

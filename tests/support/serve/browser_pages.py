@@ -101,3 +101,8 @@ def visit(browser: Any, fake: Fake) -> Iterator[Callable[..., Any]]:
         page.context.close()
         assert [text for text in page.said if not any(word in text for word in page.expected)] == []
         assert [url for url in page.asked if not url.startswith((fake.url, "data:"))] == []
+
+
+def expect_fits(page: Any, width: int) -> None:
+    """Wait until the page is not wider than `width` pixels: charts are drawn again after a change of the window's size."""
+    page.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width)
