@@ -97,15 +97,9 @@ class AttentionConfig(_MixerConfig):
             raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
         if self.learned_temperature and (self.scale is not None or self.qk_norm is not True):
             raise ValueError("learned_temperature needs qk_norm = true, and takes the place of scale")
-        unblocked = (
-            self.softcap,
-            self.window,
-            self.stride,
-            self.block,
-            self.sink or None,
-            self.alibi or None,
-        )
-        if self.backend == "blocked" and any(option is not None for option in unblocked):
+        sizes = (self.softcap, self.window, self.stride, self.block)
+        unblocked = self.sink or self.alibi or any(size is not None for size in sizes)
+        if self.backend == "blocked" and unblocked:
             raise ValueError('backend = "blocked" is for plain causal attention')
         if self.rope is not None:
             rotary_dim = self.rope.rotary_dim or self.head_dim
@@ -289,19 +283,11 @@ class TransformerConfig(_FrozenConfig):
                 raise ValueError(
                     f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} is not multi-head attention"
                 )
-            if (mixer.n_kv_heads, mixer.head_dim, mixer.rope) != (
-                first.n_kv_heads,
-                first.head_dim,
-                first.rope,
-            ):
+            shared = ("n_kv_heads", "head_dim", "rope", "window")
+            if wrong := [field for field in shared if getattr(mixer, field) != getattr(first, field)]:
                 raise ValueError(
-                    f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} has not the n_kv_heads, head_dim "
-                    "and rope of the layer that provides its keys"
-                )
-            if mixer.window != first.window:
-                raise ValueError(
-                    f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} has not the window of the "
-                    f"layer that provides its keys"
+                    f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} has not the {wrong[0]} of the layer that "
+                    f"provides its keys, {n - n % self.kv_sharing_factor}"
                 )
 
     def _check_masked(self, masked: MaskedConfig) -> None:
@@ -310,9 +296,7 @@ class TransformerConfig(_FrozenConfig):
         found |= {"ngram": self.ngram is not None, "experts": self.experts is not None}
         for name, mixer in self.mixers.items():
             if not isinstance(mixer, AttentionConfig):
-                raise ValueError(
-                    f"masked: the mixer {name!r} is {mixer.kind!r}, which is causal; use 'heads'"
-                )
+                raise ValueError(f"masked: mixer {name!r} is {mixer.kind!r}, which is causal; use 'heads'")
             options = {option: getattr(mixer, option) for option in ("window", "stride", "block", "smear")}
             options["backend"] = mixer.backend if mixer.backend != "auto" else None
             found |= {f"mixers.{name}.{option} = {value}": bool(value) for option, value in options.items()}
@@ -403,12 +387,10 @@ def masked_decoder(
     Raises:
         ConfigError: a mixer reads ids in one direction; or the network has experts.
     """
-    plain = {"smear": False, "backend": "auto"}
-    heads = {
-        n: m.model_copy(update=plain) for n, m in config.mixers.items() if isinstance(m, AttentionConfig)
-    }
+    mixers, plain = dict(config.mixers), {"smear": False, "backend": "auto"}
+    mixers |= {n: m.model_copy(update=plain) for n, m in mixers.items() if isinstance(m, AttentionConfig)}
     changed = {
-        "mixers": {**config.mixers, **heads}, "ngram": None, "trained_length": None, "max_length": length,
+        "mixers": mixers, "ngram": None, "trained_length": None, "max_length": length,
         "vocab_size": max(config.vocab_size, mask_id + 1), "masked": MaskedConfig(mask_id=mask_id, block=block),
     }  # fmt: skip
     try:

@@ -172,8 +172,7 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             positions: [T] or [B, T], for `rotary`, or their tables; by default those after the state's.
-            segments: [B, T] documents of a packed row; by default a state continues its last document. [B, T, T] bool: the
-                pairs that attend, in place of the layer's mask.
+            segments: [B, T] documents of a packed row, by default a state's last; or [B, T, T] bool, the pairs that attend.
             state: read, and extended by x.
             key_allowed: [B, T] bool, False where x is padding; only without a state (with one, pass padding as a segment).
             context: [B, Tc, context_dim] of cross-attention; with a state, needed at the first call only.
@@ -291,10 +290,9 @@ class MultiHeadAttention(nn.Module):
             ConfigError: as `forward`; the layer has no key projection.
         """
         batch, length = self._check(x)
-        if segments is not None and segments.shape not in ((batch, length), (batch, length, length)):
-            raise ConfigError(
-                f"segments has the shape {list(segments.shape)}", expected=f"[{batch}, {length}]"
-            )
+        shapes = ((batch, length), (batch, length, length))
+        if segments is not None and segments.shape not in shapes:
+            raise ConfigError(f"segments has the shape {list(segments.shape)}", expected=str(list(shapes[0])))
         if key_allowed is not None and isinstance(state, KeyValueState):
             raise ConfigError(
                 "key_allowed is given with a state", expected="segments: padding as a separate document"
