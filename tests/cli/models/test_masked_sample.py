@@ -41,7 +41,7 @@ def test_settings_of_another_objective_and_causal_networks_are_refused(tmp_path:
     planned = {n: v for n, v in TINY.items() if n not in ("plan.d_model", "plan.n_layers")}
     for settings, change, words in (
         (TINY, "pretrain.objective=next_token", "block (4) belongs to objective = 'masked'"),
-        (planned, model, "the mixer 'm' is 'mamba', which is causal"),
+        (planned, model, "mixer 'm' is 'mamba', which is causal; use 'heads'"),
     ):
         options = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         assert words in refuse(tmp_path, "run", "diffuse-code", *options, "--set", change)
