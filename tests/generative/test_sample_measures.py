@@ -38,8 +38,13 @@ class Given(GenerativeMethod):
     def loss(self, networks: object, batch: MicroBatch) -> Loss:
         raise NotImplementedError
 
-    def sample(self, networks: object, n: int, rng: torch.Generator, options: DrawOptions) -> Tensor:
-        return self.rows[:n]
+    def from_noise(
+        self, networks: object, noise: Tensor, rng: torch.Generator, options: DrawOptions
+    ) -> Tensor:
+        return self.rows[: len(noise)]
+
+    def check_options(self, options: DrawOptions) -> None:
+        pass
 
     def log_likelihood(self, networks: object, x: Tensor) -> Tensor:
         return torch.full((len(x),), self.log_q, dtype=torch.float64)

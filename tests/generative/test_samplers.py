@@ -80,7 +80,9 @@ def test_exact_scores_give_samples_of_the_mixture(path: GaussianPath, sampler: s
         path = type("Shorter", (StraightPath,), {"last": 0.999})()
     # The posterior of a single x_0 is narrower than that of a mixture; the deficit falls with the number of steps.
     steps = 50 if sampler == "heun" else 200
-    found = draw(path, estimate, x, steps, sampler, rng)  # type: ignore[arg-type]
+    states = list[tuple[float, Tensor]]()
+    found = draw(path, estimate, x, steps, sampler, rng, lambda *state: states.append(state))  # type: ignore[arg-type]
+    assert states[0] == (path.last, x) and states[-1] == (0.0, found) and len(states) == steps + 1
     right = found[:, 0] > 0
     assert abs(float(right.double().mean()) - 0.5) < 0.03
     centres = torch.stack([found[~right].mean(0), found[right].mean(0)])

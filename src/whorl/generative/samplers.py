@@ -52,9 +52,18 @@ def heun_step(path: GaussianPath, x: Tensor, t: float, u: float, estimate: Estim
 
 @torch.no_grad()
 def draw(
-    path: GaussianPath, estimate: Estimate, x: Tensor, steps: int, sampler: Sampler, rng: torch.Generator
+    path: GaussianPath,
+    estimate: Estimate,
+    x: Tensor,
+    steps: int,
+    sampler: Sampler,
+    rng: torch.Generator,
+    record: Callable[[float, Tensor], None] | None = None,
 ) -> Tensor:
     """Return samples [N, ...] from noise x [N, ...], in equal steps of time.
+
+    Args:
+        record: is called with each of the steps + 1 times and its x_t, from the noise to the samples.
 
     Raises:
         ConfigError: an unknown sampler.
@@ -62,15 +71,18 @@ def draw(
     if sampler not in get_args(Sampler):
         raise ConfigError(f"no sampler is called {sampler!r}", expected=one_of(sampler, get_args(Sampler)))
     times = [path.last * (1 - k / steps) for k in range(steps)] + [0.0]
+    record = record or (lambda t, x: None)
+    record(times[0], x)
     for t, u in pairwise(times):
         if sampler == "heun":
             x = heun_step(path, x, t, u, estimate)
-            continue
-        data, noise = estimate(x, t)
-        if sampler == "ddim":
-            x = ddim_step(path, x, u, data, noise)
         else:
-            x = ancestral_step(path, x, t, u, data, torch.randn(x.shape, generator=rng).to(x))
+            data, noise = estimate(x, t)
+            if sampler == "ddim":
+                x = ddim_step(path, x, u, data, noise)
+            else:
+                x = ancestral_step(path, x, t, u, data, torch.randn(x.shape, generator=rng).to(x))
+        record(u, x)
     return x
 
 

@@ -51,13 +51,11 @@ class Denoising(GenerativeMethod):
 
         return found
 
-    def sample(self, networks: Any, n: int, rng: torch.Generator, options: DrawOptions) -> Tensor:
-        self.check_options(options)
-        device = next(networks.parameters()).device
-        labels = None if options.labels is None else options.labels.to(device)
-        x = self.path.start_std * torch.randn(n, *self.info.shape, generator=rng).to(device)
+    def from_noise(self, networks: Any, noise: Tensor, rng: torch.Generator, options: DrawOptions) -> Tensor:
+        labels = options.labels_on(noise.device)
         estimate = clamp_data(self.path, self.estimate(networks, labels, options.guidance), self.info.limit)
-        return draw(self.path, estimate, x, options.steps or STEPS, options.sampler or "heun", rng)
+        x, steps, sampler = self.path.start_std * noise, options.steps or STEPS, options.sampler or "heun"
+        return draw(self.path, estimate, x, steps, sampler, rng, options.record)
 
     def log_likelihood(self, networks: Any, x: Tensor) -> Tensor:
         return log_likelihood(self.path, self.estimate(networks), x)

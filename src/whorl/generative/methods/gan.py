@@ -17,6 +17,7 @@ Both losses may rise while samples improve, so a loss is no measure of them. `di
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -130,14 +131,13 @@ class GAN(GenerativeMethod):
         found: Tensor = networks["generator"](noise, *time, labels)
         return found
 
-    @torch.no_grad()
     def sample(self, networks: Any, n: int, rng: torch.Generator, options: DrawOptions) -> Tensor:
-        self.check_options(options)
-        device, labels = next(networks.parameters()).device, options.labels
-        if labels is None and self.n_classes:
-            labels = torch.randint(self.n_classes, (n,), generator=rng)
-        noise = torch.randn(n, *self.info.shape, generator=rng).to(device)
-        return self.generate(networks, noise, None if labels is None else labels.to(device))
+        if options.labels is None and self.n_classes:
+            options = replace(options, labels=torch.randint(self.n_classes, (n,), generator=rng))
+        return super().sample(networks, n, rng, options)
+
+    def from_noise(self, networks: Any, noise: Tensor, rng: torch.Generator, options: DrawOptions) -> Tensor:
+        return self.generate(networks, noise, options.labels_on(noise.device))
 
     def diagnose(self, networks: Any, data: Data) -> dict[str, float]:
         """Return what the critic finds between held-out rows and samples.

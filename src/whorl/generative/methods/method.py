@@ -4,7 +4,7 @@
     make_networks   what is trained
     draws           the random fields of a batch, such as noise, times and dropped labels
     updates         losses, and which parameters each of them trains
-    sample          samples of the trained networks
+    from_noise      samples of the trained networks, from noise of the shape `noise_shape`
     log_likelihood  log-densities, where the method has them
 
 The loop, the optimizers and checkpoints belong to `GenerativeTask` and the trainer. Noise is data: the draws of a step
@@ -14,7 +14,7 @@ follow from the seed and the step number, for the whole batch. So a run on other
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -69,13 +69,18 @@ class DrawOptions:
     """How samples are drawn.
 
     steps, sampler: of methods that draw in steps; None for their defaults. labels: [n] classes; None for all of them.
-    guidance: strength of the class; 1 for none.
+    guidance: strength of the class; 1 for none. record: receives each time and its x_t of methods that draw in steps.
     """
 
     steps: int | None = None
     sampler: Sampler | None = None
     labels: Tensor | None = None
     guidance: float = 1.0
+    record: Callable[[float, Tensor], None] | None = None
+
+    def labels_on(self, device: torch.device) -> Tensor | None:
+        """Return the labels on a device."""
+        return None if self.labels is None else self.labels.to(device)
 
 
 class GenerativeMethod(ABC):
@@ -169,13 +174,25 @@ class GenerativeMethod(ABC):
         """Whether a sample can be of a given class."""
         return self.n_classes > 0
 
-    @abstractmethod
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """Shape of the noise of one sample; () for a method whose samples are no function of such noise."""
+        return self.info.shape
+
+    @torch.no_grad()
     def sample(self, networks: Any, n: int, rng: torch.Generator, options: DrawOptions) -> Tensor:
         """Return samples [n, *shape] on the device of the networks.
 
         Raises:
             ConfigError: see `check_options`.
         """
+        self.check_options(options)
+        noise = torch.randn(n, *self.noise_shape, generator=rng).to(next(networks.parameters()).device)
+        return self.from_noise(networks, noise, rng, options)
+
+    @abstractmethod
+    def from_noise(self, networks: Any, noise: Tensor, rng: torch.Generator, options: DrawOptions) -> Tensor:
+        """Return samples [N, *shape] of standard normal noise [N, *noise_shape]; rng: of what is drawn after it."""
 
     def log_likelihood(self, networks: Any, x: Tensor) -> Tensor:
         """Return log-densities [N] in nats of x [N, *shape], or lower bounds of them (`likelihood`).

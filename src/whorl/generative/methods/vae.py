@@ -81,7 +81,7 @@ class AE(GenerativeMethod):
         found: Tensor = networks.decoder(networks.encoder(x))
         return found
 
-    def sample(self, networks: Any, n: int, rng: torch.Generator, options: DrawOptions) -> Tensor:
+    def from_noise(self, networks: Any, noise: Tensor, rng: torch.Generator, options: DrawOptions) -> Tensor:
         raise ConfigError(
             "ae has no distribution of latents to draw from", expected="vae or vqvae",
             do="train one of them; ae encodes and reconstructs",
@@ -125,15 +125,13 @@ class VAE(GenerativeMethod):
         log_prob = gaussian_log_prob(data, networks.decoder(z, labels), networks.log_std)
         return elbo(log_prob, kl_from_prior(mean, log_std), self.config.beta, self.config.free_bits)
 
-    @torch.no_grad()
-    def sample(self, networks: Any, n: int, rng: torch.Generator, options: DrawOptions) -> Tensor:
-        self.check_options(options)
-        z = torch.randn(n, self.config.latent, generator=rng).to(networks.device)
-        return self.decode(networks, z, rng, options.labels)
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        return (self.config.latent,)
 
-    def decode(self, networks: Any, z: Tensor, rng: torch.Generator, labels: Tensor | None) -> Tensor:
-        """Return samples of latents z: means of pictures, and vectors with the decoder's noise."""
-        mean: Tensor = networks.decoder(z, None if labels is None else labels.to(z.device))
+    def from_noise(self, networks: Any, noise: Tensor, rng: torch.Generator, options: DrawOptions) -> Tensor:
+        """Return samples of latents: means of pictures, and vectors with the decoder's noise."""
+        mean: Tensor = networks.decoder(noise, options.labels_on(noise.device))
         if self.info.is_pictures:
             return mean
         std: Tensor = networks.log_std.exp()

@@ -162,6 +162,10 @@ class VQVAE(VAE):
         )
         return [adamw(self.loss, "coders"), follow, adamw(self.prior_loss, "prior")]
 
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        return ()
+
     @torch.no_grad()
     def sample(self, networks: Any, n: int, rng: torch.Generator, options: DrawOptions) -> Tensor:
         self.check_options(options)
@@ -171,9 +175,8 @@ class VQVAE(VAE):
             logits = prior.logits(prior(ids, state=state)[:, -1])[:, : self.config.codes]
             ids = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=rng).to(ids.device)
             found.append(ids)
-        return self.decode(
-            networks, codes.codes_of(networks.moments)[torch.cat(found, 1)], rng, options.labels
-        )
+        latents = codes.codes_of(networks.moments)[torch.cat(found, 1)]
+        return self.from_noise(networks, latents, rng, options)
 
     @torch.no_grad()
     def log_likelihood(self, networks: Any, x: Tensor) -> Tensor:
