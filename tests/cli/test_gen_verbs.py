@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from tests.support.cli import refuse, succeed
 
+from whorl.cli.jobs.gen import _recipe
 from whorl.generative import measures
 from whorl.generative.methods.registration import METHODS
+from whorl.recipes import parse_recipe
 from whorl.store import Store
+from whorl.vision.config import ImagesConfig
 
 QUICK = ("--steps", 20, "--set", "width=16", "--set", "depth=1", "--set", "batch_size=32")
 
@@ -39,6 +42,14 @@ def test_model_of_digits_has_measures_and_a_lineage(trained: Path) -> None:
     frechet = saved["measures"][names.index("Frechet")]
     assert frechet["value"] > frechet["floor"] > 0 and "classifier" in frechet["note"]
     assert [store.find(a).kind for a in found.parents.values()] == ["images", "vision"]
+
+
+@pytest.mark.parametrize("data", ["digits", "glyphs", "shapes", "scenes"])
+def test_pictures_with_classes_get_a_classifier(data: str) -> None:
+    recipe = parse_recipe(_recipe("flow", data), "test")
+    assert recipe.steps[data].config == ImagesConfig.model_validate({"source": data})
+    classifier = None if data == "scenes" else f"{data}-classifier"
+    assert recipe.steps["flow"].parents.get("classifier") == classifier
 
 
 def test_sample_writes_a_picture(trained: Path) -> None:
@@ -85,6 +96,7 @@ def test_model_without_samples_shows_reconstructions(trained: Path) -> None:
     ("words", "message"),
     [
         (("train", "flow", "8-gausians"), "8-gaussians"),
+        (("train", "flow", "glyph"), "did you mean 'glyphs'"),
         (("train", "flow", "photos"), "or a folder of pictures"),
         (("train", "ddpm", "8-gaussians", "--set", "prediction=w"), "ddpm: prediction is wrong: 'w'"),
         (("sample", "ae-25-gaussians"), "no distribution of latents"),

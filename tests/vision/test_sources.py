@@ -58,6 +58,30 @@ def test_scenes_hold_out_captions_and_match_their_words() -> None:
     )  # a corner, and outside of a circle
 
 
+@pytest.mark.parametrize(("source", "n", "channels"), [("glyphs", 20, 1), ("shapes", 5, 3)])
+def test_drawings_follow_the_seed_and_show_their_class(source: str, n: int, channels: int) -> None:
+    settings = {"source": source, "size": 16, "channels": channels, "train_scenes": 1200, "test_scenes": 100}
+    splits, classes, _ = splits_of(**settings)
+    train, test = splits["train"], splits["test"]
+    assert len({*classes}) == n and train.images.shape == (1200, 16, 16, channels)
+    assert train.labels is not None and test.labels is not None and np.ptp(np.bincount(train.labels)) == 0
+    np.testing.assert_array_equal(splits_of(**settings)[0]["test"].images, test.images)
+    assert not rows(splits_of(**settings, seed=1)[0]["train"]) & rows(train) and not rows(test) & rows(train)
+    centred = []  # without the random place: the middle of the ink, by its moments
+    for images in (train.images, test.images):
+        ink = np.maximum(images.astype(float).mean(-1) - np.median(images, (1, 2)).mean(-1)[:, None, None], 0)
+        place = np.arange(16)
+        middle = [(ink * p).sum((1, 2)) / ink.sum((1, 2)) for p in (place[:, None], place)]
+        shifted = [
+            np.roll(i, (8 - round(y), 8 - round(x)), (0, 1)) for i, y, x in zip(ink, *middle, strict=True)
+        ]
+        flat = np.stack(shifted).reshape(len(ink), -1)
+        centred.append(flat / np.linalg.norm(flat, axis=1, keepdims=True))
+    nearest = (centred[1] @ centred[0].T).argmax(1)
+    accuracy = (train.labels[nearest] == test.labels).mean()
+    assert accuracy > 0.7, accuracy  # by chance: 0.05 and 0.2
+
+
 def test_folder_is_split_within_each_class(tmp_path: Path) -> None:
     folder = write_class_folders(tmp_path / "shapes", n=10)
     (folder / "top" / "copy.png").write_bytes((folder / "top" / "0.png").read_bytes())
@@ -160,7 +184,9 @@ def test_unusable_sources_are_refused(tmp_path: Path) -> None:
     [
         ({}, "must be given together"), ({"source": "scenes", "path": "x"}, "must be given together"),
         ({"source": "digits", "size": 16}, "grey images of 8 x 8"),
-        ({"source": "scenes", "size": 8}, "too small"), ({"source": "scenes", "channels": 2}, "channels"),
+        ({"source": "scenes", "size": 8}, "too small"), ({"source": "glyphs", "size": 8}, "too small"),
+        ({"source": "scenes", "channels": 2}, "channels"),
+        ({"source": "scenes", "channels": 1}, "are coloured"), ({"source": "shape"}, "'scenes', 'glyphs' or 'shapes'"),
     ],
 )  # fmt: skip
 def test_contradictory_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -8,7 +8,7 @@ measures.json        `SavedMeasures`
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -82,7 +82,7 @@ def draw_picture(
     n: int,
     *,
     steps: int | None = None,
-    sampler: Sampler | None = None,
+    sampler: str | None = None,
     label: str | None = None,
     guidance: float = 1.0,
     seed: int = 0,
@@ -100,7 +100,7 @@ def draw_picture(
         expected = one_of(label, classes) if classes else "no label: it was trained without"
         raise ConfigError(f"{artifact.name} has no class {label!r}", expected=expected)
     labels = None if label is None else torch.full((n,), classes.index(label))
-    options = DrawOptions(steps, sampler, labels, guidance)
+    options = DrawOptions(steps, cast(Sampler | None, sampler), labels, guidance)
     with torch.no_grad():
         drawn = method.sample(networks, n, generator(seed, "samples"), options).cpu()
     return draw_rows(drawn, method.info)

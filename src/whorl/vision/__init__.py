@@ -2,7 +2,7 @@
 
 config.py       settings, importable without torch
 image_set.py    images with labels or captions as arrays, in splits
-sources.py      makes a set from digits, drawn scenes, or files; scenes.py draws
+sources.py      makes a set from digits, files, or drawings.py and scenes.py, which draw
 train.py        the tasks of the trainer: classification, CLIP, captions
 evaluate.py     accuracy, recall@1, captions that are exactly right
 model.py        a trained model with its classes, preprocessing and tokenizer: classify, caption, embed, save; load.py

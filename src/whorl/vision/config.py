@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from whorl.data.images import MAX_PIXELS
 from whorl.train.config import ROWS_NOT_HASHED, RowTrainConfig, RunConfig
 
-NATIVE_SIZE = {"digits": 8, "scenes": 32, "files": 64}  # default side of an image, by source
+# Default side of an image in pixels, by source.
+NATIVE_SIZE = {"digits": 8, "scenes": 32, "glyphs": 16, "shapes": 16, "files": 64}
 
 
 class ImagesConfig(BaseModel):
@@ -17,8 +18,9 @@ class ImagesConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: Literal["files", "digits", "scenes"] = Field(
-        default="files", description="files, scikit-learn's digits, or drawn scenes with captions"
+    source: Literal["files", "digits", "scenes", "glyphs", "shapes"] = Field(
+        default="files",
+        description="files, scikit-learn's digits, drawn scenes with captions, drawn letters, or drawn shapes",
     )
     path: str = Field(
         default="",
@@ -31,14 +33,16 @@ class ImagesConfig(BaseModel):
     image_field: str = Field(default="image", description="JSONL, Parquet: a path, or the bytes of a file")
     label_field: str = Field(default="label", description="JSONL, Parquet: the class")
     caption_field: str = Field(default="caption", description="JSONL, Parquet: the text")
-    size: int = Field(default=0, ge=0, le=1024, description="side in pixels; 0: 8, 32 or 64, by source")
-    channels: Literal[0, 1, 3] = Field(default=0, description="1 grey, 3 RGB; 0: grey for digits, else RGB")
+    size: int = Field(default=0, ge=0, le=1024, description="side in pixels; 0: 8 to 64, by source")
+    channels: Literal[0, 1, 3] = Field(
+        default=0, description="1 grey, 3 RGB; 0: RGB for scenes and files, else grey"
+    )
     fit: Literal["crop", "pad", "stretch"] = Field(
         default="crop", description="how an image becomes a square"
     )
     max_pixels: int = Field(default=MAX_PIXELS, ge=1, description="larger files go to the quarantine")
-    train_scenes: int = Field(default=8000, ge=1, description="scenes: images to train on")
-    test_scenes: int = Field(default=1000, ge=1, description="scenes: held-out images")
+    train_scenes: int = Field(default=8000, ge=1, description="drawn images to train on")
+    test_scenes: int = Field(default=1000, ge=1, description="drawn images that are held out")
     held_out_captions: int = Field(
         default=20, ge=1, le=60, description="scenes: captions that occur in no training image"
     )
@@ -51,8 +55,10 @@ class ImagesConfig(BaseModel):
             raise ValueError('path and source = "files" must be given together')
         if self.source == "digits" and (self.size or 8, self.channels or 1) != (8, 1):
             raise ValueError("digits are grey images of 8 x 8: leave size and channels out")
-        if self.source == "scenes" and (self.size or 32) < 16:
-            raise ValueError(f"size ({self.size}) is too small for drawn scenes: at least 16")
+        if self.source not in ("digits", "files") and self.side < 16:
+            raise ValueError(f"size ({self.size}) is too small for drawn {self.source}: at least 16")
+        if self.source == "scenes" and self.channels == 1:
+            raise ValueError("scenes are coloured: leave channels out")
         return self
 
     @property
@@ -63,7 +69,7 @@ class ImagesConfig(BaseModel):
     @property
     def depth(self) -> int:
         """Number of channels."""
-        return self.channels or (1 if self.source == "digits" else 3)
+        return self.channels or (3 if self.source in ("scenes", "files") else 1)
 
 
 class ViTShape(BaseModel):

@@ -11,6 +11,7 @@ from itertools import permutations, product
 import numpy as np
 
 from whorl.data.images import Pixels
+from whorl.vision.drawings import SHAPES, to_pixels
 
 COLOURS = {
     "red": (0.9, 0.15, 0.1),
@@ -18,11 +19,10 @@ COLOURS = {
     "blue": (0.15, 0.25, 0.95),
     "yellow": (0.95, 0.85, 0.1),
 }
-SHAPES = ("circle", "square")
 RELATIONS = ("left of", "above")
-SCENES = tuple((r, a, b) for r in RELATIONS for a, b in permutations(tuple(product(COLOURS, SHAPES)), 2))
+OBJECTS = tuple(product(COLOURS, ("circle", "square")))
+SCENES = tuple((r, a, b) for r in RELATIONS for a, b in permutations(OBJECTS, 2))
 CAPTIONS = tuple(f"a {a[0]} {a[1]} {r} a {b[0]} {b[1]}" for r, a, b in SCENES)
-NOISE = 0.025
 
 
 def draw_scene(number: int, size: int, rng: np.random.Generator) -> Pixels:
@@ -34,11 +34,9 @@ def draw_scene(number: int, size: int, rng: np.random.Generator) -> Pixels:
     for (colour, shape), along in zip(objects, (rng.uniform(7, 9), rng.uniform(22, 24)), strict=True):
         across, radius = rng.uniform(13, 18), rng.uniform(5.5, 7.0) * unit
         x, y = (along, across) if relation == "left of" else (across, along)
-        dy, dx = row - y * unit, column - x * unit
-        inside = dy**2 + dx**2 <= radius**2 if shape == "circle" else np.maximum(abs(dy), abs(dx)) <= radius
+        inside = SHAPES[shape]((row - y * unit) / radius, (column - x * unit) / radius, 0) <= 0
         image[inside] = np.array(COLOURS[colour]) * rng.uniform(0.75, 1.1)
-    image += rng.normal(0, NOISE, image.shape)
-    return np.asarray(np.clip(image * 255 + 0.5, 0, 255), np.uint8)
+    return to_pixels(image, rng)
 
 
 def draw_scenes(numbers: list[int], size: int, rng: np.random.Generator) -> Pixels:

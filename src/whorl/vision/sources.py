@@ -1,4 +1,4 @@
-"""Splits of images from scikit-learn's digits, from drawn scenes, or from files.
+"""Splits of images from scikit-learn's digits, from drawn scenes, letters or shapes, or from files.
 
 Files are a folder with a subfolder per class, or a JSONL or Parquet file whose records have an image and a caption or a
 label. The image is a path (relative to the file), bytes, or {"bytes": ..., "path": ...} as in the data sets of Hugging Face.
@@ -26,6 +26,7 @@ from whorl.data.record_fields import label_field
 from whorl.errors import ConfigError, DataError
 from whorl.tracking.seeds import numpy_rng
 from whorl.vision.config import ImagesConfig
+from whorl.vision.drawings import DRAWN, draw
 from whorl.vision.image_set import ImageSplit
 from whorl.vision.scenes import CAPTIONS, draw_scenes
 
@@ -62,6 +63,8 @@ def make_splits(
         return digits(config)
     if config.source == "scenes":
         return scenes(config), ()
+    if config.source in DRAWN:
+        return drawings(config)
     return files(config, quarantine, on_image)
 
 
@@ -101,6 +104,17 @@ def scenes(config: ImagesConfig) -> dict[str, ImageSplit]:
             draw_scenes(numbers, config.side, rng), captions=[CAPTIONS[number] for number in numbers]
         )
     return found
+
+
+def drawings(config: ImagesConfig) -> tuple[dict[str, ImageSplit], tuple[str, ...]]:
+    """Return drawn letters or shapes, of each class as many (or one more), and the names of the classes."""
+    rng, kinds = numpy_rng(config.seed, "images", config.source), DRAWN[config.source]
+    found = {}
+    for name, n in (("train", config.train_scenes), ("test", config.test_scenes)):
+        labels = np.arange(n) % len(kinds)
+        images = [draw([*kinds.values()][label], config.side, config.depth, rng) for label in labels]
+        found[name] = ImageSplit(np.stack(images), labels=labels)
+    return found, tuple(kinds)
 
 
 def files(

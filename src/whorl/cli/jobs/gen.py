@@ -19,9 +19,7 @@ import typer
 
 from whorl.cli.options import RefArgument, StoreOption
 
-CLASSIFIER = "digits-classifier"  # that of `recipes/classify-digits.toml` in fewer steps
-DIGITS_CLASSIFIER = """uses = "image_classifier"
-parents = ["digits"]
+CLASSIFIER = """uses = "image_classifier"  # that of `recipes/classify-digits.toml` in fewer steps
 network = { kind = "resnet", widths = [24, 48], depths = [1, 1] }
 steps = 300
 lr = 4e-3
@@ -35,7 +33,7 @@ def train(
     data: Annotated[
         str,
         typer.Argument(
-            help="digits, scenes, a density (8-gaussians, 25-gaussians, ring, checkerboard), or a folder of pictures."
+            help="digits, glyphs, shapes, scenes, 8-gaussians, 25-gaussians, ring, checkerboard, or a folder of pictures."
         ),
     ],
     steps: Annotated[int | None, typer.Option(min=1, help="Steps; default: the method's.")] = None,
@@ -92,22 +90,24 @@ def _recipe(name: str, data: str) -> str:
     """Return the recipe of a model of `data`: a density, or images with a classifier where there are classes."""
     from whorl.errors import ConfigError, one_of
     from whorl.generative.densities import DENSITIES
+    from whorl.vision.config import NATIVE_SIZE
 
+    made = [source for source in NATIVE_SIZE if source != "files"]
     if data in DENSITIES:
         return f'name = "gen"\n[steps.{name}]\nuses = "generative"\ndensity = "{data}"\n'
-    if data in ("digits", "scenes"):
+    if data in made:
         source = f'source = "{data}"'
     elif Path(data).exists():
         source = f"path = {json.dumps(data)}"
     else:
-        expected = one_of(data, ["digits", "scenes", *DENSITIES])
+        expected = one_of(data, [*made, *DENSITIES])
         raise ConfigError(f"there is no data {data!r}", expected=f"{expected}; or a folder of pictures")
     images = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(data).name)
     text = f'name = "gen"\n[steps.{images}]\nuses = "images"\n{source}\n'
     parents = f'images = "{images}"'
-    if data == "digits":
-        text += f"[steps.{CLASSIFIER}]\n{DIGITS_CLASSIFIER}"
-        parents += f', classifier = "{CLASSIFIER}"'
+    if data in made and data != "scenes":
+        text += f'[steps.{data}-classifier]\n{CLASSIFIER}parents = ["{data}"]\n'
+        parents += f', classifier = "{data}-classifier"'
     return text + f'[steps.{name}]\nuses = "generative"\nparents = {{ {parents} }}\n'
 
 
@@ -133,17 +133,15 @@ def sample(
         whorl gen sample ddpm-8-gaussians -n 20000 --steps 50 --sampler ddim --out histogram.png
     """
     import time
-    from typing import cast
 
     from whorl.files import write_output
     from whorl.generative.pictures import encode_png
-    from whorl.generative.samplers import Sampler
     from whorl.generative.saved_model import draw_picture
     from whorl.store import Store
 
     found, began = Store(store).open(artifact), time.monotonic()
     drawn = draw_picture(
-        found, n, steps=steps, sampler=cast(Sampler | None, sampler), label=label, guidance=guidance, seed=seed
+        found, n, steps=steps, sampler=sampler, label=label, guidance=guidance, seed=seed
     )  # fmt: skip
     write_output(out, encode_png(drawn))
     print(f"wrote {out}: {n:,} samples in {time.monotonic() - began:.1f} s")

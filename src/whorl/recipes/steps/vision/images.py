@@ -4,7 +4,7 @@
     path = "photos"            # photos/CLASS/*.png; or pairs.jsonl, pairs.parquet with the fields image and caption
 
     [steps.images]
-    source = "digits"          # scikit-learn's; or "scenes", drawn images with captions
+    source = "digits"          # scikit-learn's; or drawn: "glyphs", "shapes", and "scenes" with captions
 
 The content of the files is part of the address: a changed image gives another set.
 """
