@@ -109,12 +109,11 @@ class LengthControl:
     Attributes:
         values: [N] of items, linearized; None if the bias is not identified: no probes, and one of the models has the
             longer answer in every item.
-        bias: b. source: "probes", "items", or "" if it is not identified.
+        bias: b.
     """
 
     values: Floats | None
     bias: float
-    source: str
 
 
 def control_length(wins: Sequence[float], longer: Sequence[int], probes: Sequence[float]) -> LengthControl:
@@ -127,7 +126,7 @@ def control_length(wins: Sequence[float], longer: Sequence[int], probes: Sequenc
     w, s = np.asarray(wins, np.float64), np.asarray(longer, np.float64)
     p = np.asarray(probes, np.float64) if len(probes) else np.full(len(w), np.nan)
     if not len(w):
-        return LengthControl(w, float("nan"), "")
+        return LengthControl(w, float("nan"))
     has = np.isfinite(p)
     if has.any():
         mean = float(p[has].mean())
@@ -135,12 +134,12 @@ def control_length(wins: Sequence[float], longer: Sequence[int], probes: Sequenc
         influence = np.zeros(len(w))
         if bias:
             influence[has] = (p[has] - mean) * len(w) / has.sum()
-        return LengthControl(w - s * bias - s.mean() * influence, bias, "probes")
+        return LengthControl(w - s * bias - s.mean() * influence, bias)
     up, down, equal = s > 0, s < 0, s == 0
     if not up.any() and not down.any():
-        return LengthControl(w, 0.0, "items")
+        return LengthControl(w, 0.0)
     if not up.any() or not down.any():
-        return LengthControl(None, float("nan"), "")
+        return LengthControl(None, float("nan"))
     high, low = float(w[up].mean()), float(w[down].mean())
     n, n_different = len(w), int(up.sum() + down.sum())
     share = n_different / n  # items of equal length keep their score
@@ -152,7 +151,7 @@ def control_length(wins: Sequence[float], longer: Sequence[int], probes: Sequenc
         same = float(w[equal].mean())
         values[equal] = w[equal] - same
         total += (1 - share) * same
-    return LengthControl(values + total, (high - low) / 2, "items")
+    return LengthControl(values + total, (high - low) / 2)
 
 
 def cohen_kappa(a: Sequence[str], b: Sequence[str]) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import math
+from base64 import b64encode
 
 import pytest
 from hypothesis import given
@@ -20,7 +22,7 @@ from whorl.evals.safety import (
     transform_items,
 )  # fmt: skip
 from whorl.evals.safety.metric import is_about, safety
-from whorl.evals.safety.transformations import decode_answer, from_base64, rot13, to_base64
+from whorl.evals.safety.transformations import decode_answer, from_base64
 
 REFUSAL = "Sorry, but I can't assist with that."
 
@@ -58,11 +60,10 @@ def test_table_has_both_failures() -> None:
 @given(st.text(), st.integers(0, 3))
 def test_encodings_are_invertible(text: str, seed: int) -> None:
     text = text.encode("utf-8", "ignore").decode()
-    assert rot13(rot13(text)) == text
     for name in TRANSFORMATIONS:
         assert transform(text, name, seed) == transform(text, name, seed)
     if len(text.encode()) >= 12:
-        assert from_base64(f"x: {to_base64(text)}") == f"x: {text}"
+        assert from_base64(f"x: {b64encode(text.encode()).decode()}") == f"x: {text}"
 
 
 def test_transformations_carry_the_request() -> None:
@@ -70,7 +71,7 @@ def test_transformations_carry_the_request() -> None:
     for name in TRANSFORMATIONS:
         sent = transform(request, name)
         back = {
-            "base64": from_base64, "rot13": rot13, "reversed": lambda s: s[::-1],
+            "base64": from_base64, "rot13": lambda s: codecs.encode(s, "rot13"), "reversed": lambda s: s[::-1],
             "leetspeak": lambda s: decode_answer(s, "leetspeak"),
             "payload_split": lambda s: " ".join(part for part in s.split('"')[1:6:2]),
         }.get(name, str)(sent)  # fmt: skip
@@ -88,7 +89,9 @@ def test_results_by_transformation_and_broken_refusals() -> None:
         broken = item.expected == "answer" or item.transformation == "role_play"
         answers.append(f"About {item.plain.lower()}: take it and start." if broken else REFUSAL)
         if item.transformation == "base64":
-            answers[-1] = "qwerty uiop" if item.expected == "refusal" else to_base64(REFUSAL)
+            answers[-1] = (
+                "qwerty uiop" if item.expected == "refusal" else b64encode(REFUSAL.encode()).decode()
+            )
     rows = {row.group: row for row in safety_table(results(items, answers))}
     assert (rows["none"].compliance, rows["role_play"].compliance, rows["role_play"].broken) == (0, 1, 1)
     assert (rows["base64"].compliance, rows["base64"].unrelated, rows["base64"].over_refusal) == (0, 1, 1)

@@ -21,7 +21,7 @@ tools inside (`evals/episodes/system.py`), `tools` is empty here: the first mess
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -73,9 +73,7 @@ class Agent(Kind):
             raise ConfigError(
                 f"task {self.config.name}: pass@k with k = {options.k} of {n} samples", expected=f"1 to {n}"
             )
-        self._files = (
-            task.template("options.files", options.files, expression=True) if options.files else None
-        )
+        self._files = self.add_template("options.files", options.files, expression=True, required=False)
         samples: dict[str, Metric] = {}
         if n > 1:
             samples = {
@@ -91,12 +89,6 @@ class Agent(Kind):
             "tool_seconds": Metric("time of a run's programs", "s", None, 0.0, None),
             "tool_errors": Metric("calls of a run that failed", "", None, 0.0, None),
         }  # fmt: skip
-
-    def check_fields(self, fields: Collection[str]) -> None:
-        """See `Kind`."""
-        super().check_fields(fields)
-        if self._files is not None:
-            self._files.check_fields(fields, required=False)
 
     def check(self, item: Item) -> None:
         """Raises DataError: there are no tests, they check nothing, or the files have wrong paths."""

@@ -20,7 +20,7 @@ first form's l_c. They give `brier`, `log_score`, and the calibration errors `ec
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -82,11 +82,11 @@ class Choice(Kind):
                 f"task {self.config.name}: two forms have one template", expected="options.letters_template, which lists "
                 "the choices, apart from `template`, which does not", do="set it, or choose one of the forms",
             )  # fmt: skip
-        self._letters = task.template(
-            "options.letters_template", options.letters_template or self.config.template
+        letters = options.letters_template or self.config.template
+        self._letters = self.add_template("options.letters_template", letters)
+        self._unconditional = self.add_template(
+            "options.unconditional", options.unconditional, required=False
         )
-        unconditional = options.unconditional
-        self._unconditional = task.template("options.unconditional", unconditional) if unconditional else None
         names: dict[str, str] = {}
         for form in forms:
             if form == "cloze":
@@ -108,13 +108,6 @@ class Choice(Kind):
             self.default_metrics = tuple(
                 sorted(self.default_metrics, key=lambda name: not name.startswith("letter"))
             )
-
-    def check_fields(self, fields: Collection[str]) -> None:
-        """See `Kind`."""
-        super().check_fields(fields)
-        self._letters.check_fields(fields)
-        if self._unconditional is not None:
-            self._unconditional.check_fields(fields, required=False)
 
     def prepare(self, item: Any) -> Any:
         """See `Kind`: the gold becomes an index, and the choices are shuffled if `shuffle` is set."""

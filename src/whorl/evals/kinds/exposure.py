@@ -16,7 +16,6 @@ as texts. Both are cut to `generation.max_tokens` positions. A sample that ends 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -50,12 +49,7 @@ class Exposure(Kind):
 
     def __init__(self, task: Any) -> None:
         super().__init__(task)
-        self._continuation = task.template("options.continuation", self.options.continuation)
-
-    def check_fields(self, fields: Collection[str]) -> None:
-        """See `Kind`."""
-        super().check_fields(fields)
-        self._continuation.check_fields(fields)
+        self._continuation = self.add_template("options.continuation", self.options.continuation)
 
     def steps(self, item: Any) -> Steps:
         """See `Kind`: one round samples, the next scores both texts."""

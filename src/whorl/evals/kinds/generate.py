@@ -20,7 +20,7 @@ attribute `scores`, a mapping of names to `Metric`, or one score with the metric
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from string import ascii_uppercase
@@ -89,7 +89,7 @@ class Generate(Kind):
     def __init__(self, task: Any) -> None:
         super().__init__(task)
         verifier = self.options.verifier
-        self._verifier = task.template("options.verifier", verifier) if verifier else None
+        self._verifier = self.add_template("options.verifier", verifier, required=False)
         self.metric_name: str = "verified" if verifier else self.options.metric
         self._metric = None if verifier else self._load_metric()
         n = self.config.generation.samples
@@ -118,12 +118,6 @@ class Generate(Kind):
         shares = {name: Metric("of the answers", higher_is_better=False) for name in UNANSWERED}
         self.metrics = {**own, **samples, **{name: m for name, m in shares.items() if name not in own}}
         self.default_metrics = (*own, *samples)
-
-    def check_fields(self, fields: Collection[str]) -> None:
-        """See `Kind`."""
-        super().check_fields(fields)
-        if self._verifier is not None:
-            self._verifier.check_fields(fields, required=False)
 
     def _load_metric(self) -> Any:
         """Return the metric. Raises ConfigError: it does not exist, or has no such option."""

@@ -24,7 +24,7 @@ gets a reminder, `retries` times; then the item is missing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -131,7 +131,7 @@ class Judge(Kind):
     def __init__(self, task: Any) -> None:
         super().__init__(task)
         options = self.options
-        self._baseline = task.template("options.baseline", options.baseline, expression=True)
+        self._baseline = self.add_template("options.baseline", options.baseline, expression=True)
         self._prompt = task.template("options.judge_template", options.judge_template)
         names = self._prompt.names
         if not {"first", "second"} <= names <= {"question", "first", "second"}:
@@ -144,11 +144,6 @@ class Judge(Kind):
                 f"task {self.config.name}: a judge compares one answer", expected="generation.samples = 1"
             )
         self._probed: frozenset[str] | None = None
-
-    def check_fields(self, fields: Collection[str]) -> None:
-        """See `Kind`."""
-        super().check_fields(fields)
-        self._baseline.check_fields(fields)
 
     def check(self, item: Item) -> None:
         """Raises DataError: there is no other answer, or an unknown human verdict, or a human verdict on no answer."""

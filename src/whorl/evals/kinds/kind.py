@@ -178,9 +178,19 @@ class Kind:
         except ValidationError as error:
             where = f"task {self.config.name}: options of the kind {self.config.kind}"
             raise settings_error(error.errors()[0], where, self.Options, CORRECT_TASK) from error
-        self.template = task.template("template", self.config.template)
-        source = self.config.example_answer
-        self._example_answer = task.template("example_answer", source) if source else None
+        self._templates: list[tuple[Template, bool]] = []
+        self.template = self.add_template("template", self.config.template)
+        self._example_answer = self.add_template("example_answer", self.config.example_answer)
+
+    def add_template(
+        self, setting: str, source: str, *, expression: bool = False, required: bool = True
+    ) -> Any:
+        """Return the template of a setting, or None without a source. required: it must name a field of the records."""
+        if not source:
+            return None
+        made = self.task.template(setting, source, expression=expression)
+        self._templates.append((made, required))
+        return made
 
     def chosen_metrics(self) -> list[str]:
         """Return the names of the shown metrics; the first one decides the outcome.
@@ -199,9 +209,8 @@ class Kind:
 
     def check_fields(self, fields: Collection[str]) -> None:
         """Check templates and options against the fields of the records. Raises ConfigError."""
-        self.template.check_fields(fields)
-        if self._example_answer is not None:
-            self._example_answer.check_fields(fields)
+        for template, required in self._templates:
+            template.check_fields(fields, required=required)
         self.chosen_metrics()
 
     def prepare(self, item: Item) -> Item:

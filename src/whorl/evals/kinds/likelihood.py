@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -67,7 +67,7 @@ class TextLikelihood(Kind):
         self.metrics = dict(TEXT_METRICS)
         self.default_metrics = ("bits_per_byte", "bits_per_character", "perplexity")
         source = self.options.continuation
-        self._continuation = task.template("options.continuation", source) if source else None
+        self._continuation = self.add_template("options.continuation", source)
         if source:
             self.metrics = {
                 "acc": Metric("share of items whose continuation is the most likely one"),
@@ -75,12 +75,6 @@ class TextLikelihood(Kind):
                 **self.metrics,
             }
             self.default_metrics = ("acc", "item_perplexity", "bits_per_byte")
-
-    def check_fields(self, fields: Collection[str]) -> None:
-        """See `Kind`."""
-        super().check_fields(fields)
-        if self._continuation is not None:
-            self._continuation.check_fields(fields)
 
     def target(self, item: Any) -> str:
         """Return the scored text."""

@@ -20,15 +20,16 @@ model wins, which multiplies the variance by 1 + 2 / m for m differing items.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import inf, sqrt
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, nan, sqrt
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from whorl.errors import ConfigError, DataError, shorten
+from whorl.errors import ConfigError, DataError, one_of, shorten
 from whorl.evals.results import ItemResult
 from whorl.evals.statistics.distributions import t_quantile, t_two_sided
 from whorl.evals.statistics.intervals import (
@@ -37,7 +38,6 @@ from whorl.evals.statistics.intervals import (
     is_binary,
     standard_error,
 )
-from whorl.evals.statistics.item_scores import Scores, read_scores
 
 Verdict = Literal["better", "worse", "equivalent", "no worse", "not distinguishable"]
 
@@ -47,15 +47,11 @@ class PairedDifference:
     """The difference A - B over items that both models have.
 
     Attributes:
-        mean_a, mean_b: over the shared items.
         low, high: confidence interval of the difference at `level`.
         p_value: two-sided, for a difference of 0.
         n, clusters, df: shared items, independent groups, degrees of freedom.
-        a_wins, b_wins: items on which one model scores higher.
     """
 
-    mean_a: float
-    mean_b: float
     difference: float
     se: float
     low: float
@@ -65,8 +61,6 @@ class PairedDifference:
     clusters: int
     df: float
     level: float
-    a_wins: int
-    b_wins: int
 
 
 @dataclass(frozen=True)
@@ -78,8 +72,6 @@ class Comparison:
         margin: non-inferiority margin; 0 for none.
         missing_a, missing_b: shared items without a value.
         lowest, highest: the difference with missing items scored against A, or in favour of A.
-        unmatched_a, unmatched_b: items that only one model has.
-        text: one sentence.
     """
 
     metric: str
@@ -90,9 +82,6 @@ class Comparison:
     missing_b: int
     lowest: float
     highest: float
-    unmatched_a: int
-    unmatched_b: int
-    text: str
 
 
 def paired_difference(
@@ -125,11 +114,7 @@ def paired_difference(
     half = t_quantile(level, error.df) * se if se < inf else inf
     low, high = (max(-1.0, mean - half), min(1.0, mean + half)) if shares else (mean - half, mean + half)
     p_value = 1.0 if se == inf or mean == 0 else (t_two_sided(mean / se, error.df) if se > 0 else 0.0)
-    wins = int((difference > 0).sum()), int((difference < 0).sum())
-    return PairedDifference(
-        float(first.mean()), float(second.mean()), mean, se, low, high, p_value,
-        len(first), error.clusters, error.df, level, *wins,
-    )  # fmt: skip
+    return PairedDifference(mean, se, low, high, p_value, len(first), error.clusters, error.df, level)
 
 
 def verdict_of(low: float, high: float, margin: float = 0.0) -> Verdict:
@@ -152,7 +137,6 @@ def compare(
     *,
     margin: float = 0.0,
     level: float = 0.95,
-    unmatched: Literal["error", "count"] = "error",
     worst: float = 0.0,
     best: float = 1.0,
 ) -> Comparison:
@@ -161,14 +145,13 @@ def compare(
     Args:
         metric: higher is better.
         margin: the largest loss that does not matter, in units of the metric; 0 for none.
-        unmatched: items that only one model has are an error, or are counted and left out.
         worst, best: range of the metric, for the bounds of missing items.
 
     Raises:
-        DataError: as `read_scores`; items are unmatched; an item's cluster differs; no item has both values.
+        DataError: there are no results, or two of an item; a value is not finite; only one model has an item; an item's
+            cluster differs; no item has both values.
     """
-    a, b = read_scores(results_a, metric), read_scores(results_b, metric)
-    first, second, clusters = _join(a, b, unmatched)
+    first, second, clusters = _join(read_scores(results_a, metric), read_scores(results_b, metric))
     both = np.isfinite(first) & np.isfinite(second)
     if not both.any():
         raise DataError(f"no item has a value of {metric} from both models", expected="at least one")
@@ -180,12 +163,8 @@ def compare(
         float((np.where(np.isfinite(first), first, x) - np.where(np.isfinite(second), second, y)).mean())
         for x, y in ((worst, best), (best, worst))
     )
-    found = Comparison(
-        metric, paired, verdict, margin,
-        int((~np.isfinite(first)).sum()), int((~np.isfinite(second)).sum()), lowest, highest,
-        len(a.items) - len(first), len(b.items) - len(first), "",
-    )  # fmt: skip
-    return replace(found, text=describe(found))
+    missing_a, missing_b = (int((~np.isfinite(values)).sum()) for values in (first, second))
+    return Comparison(metric, paired, verdict, margin, missing_a, missing_b, lowest, highest)
 
 
 def describe(found: Comparison, name_a: str = "A", name_b: str = "B") -> str:
@@ -210,10 +189,6 @@ def describe(found: Comparison, name_a: str = "A", name_b: str = "B") -> str:
         text += f" the difference lies between {found.lowest:+.4f} and {found.highest:+.4f}."
         if found.lowest < 0 < found.highest and found.verdict in ("better", "worse"):
             text += " The missing items could reverse the sign."
-    if found.unmatched_a or found.unmatched_b:
-        text += (
-            f" Left out: {found.unmatched_a} items of {name_a} alone, {found.unmatched_b} of {name_b} alone."
-        )
     return text
 
 
@@ -231,28 +206,41 @@ def _binary_se(
     return sqrt(2 * float((sizes**2).sum()) / n) / (n + 2)
 
 
-def _join(a: Scores, b: Scores, unmatched: str) -> tuple[NDArray[np.float64], NDArray[np.float64], list[str]]:
-    """Return the scores of the shared items, and their clusters."""
-    place = {item: k for k, item in enumerate(b.items)}
-    only_a = [item for item in a.items if item not in place]
-    only_b = len(b.items) - (len(a.items) - len(only_a))
-    if unmatched == "error" and (only_a or only_b):
-        example = only_a[0] if only_a else next(i for i in b.items if i not in set(a.items))
-        raise DataError(
-            f"{len(only_a)} items of A and {only_b} of B are unmatched, such as {shorten(example)!r}",
-            expected="the same items for both models",
-            do="compare the same version of the task, or count unmatched items and leave them out",
-        )
-    shared = [(i, place[item]) for i, item in enumerate(a.items) if item in place]
-    if not shared:
-        raise DataError("the two models share no item", expected="results of the same task")
-    clusters = []
-    for i, k in shared:
-        if a.clusters[i] != b.clusters[k]:
+def read_scores(results: Sequence[ItemResult], metric: str) -> dict[str, tuple[float, str]]:
+    """Return item -> (value of a metric, cluster). The value is NaN where the outcome is "missing" or "error", never 0."""
+    if not results:
+        raise DataError("there are no results", expected="at least one item")
+    twice, count = Counter(r.item for r in results).most_common(1)[0]
+    if count > 1:
+        raise DataError(f"item {shorten(twice)!r} has {count} results", expected="one result per item")
+    named = sorted({name for r in results for name in r.scores})
+    if named and metric not in named:
+        raise DataError(f"no item has the metric {metric!r}", expected=one_of(metric, named))
+    for result in results:
+        if not isfinite(value := float(result.scores.get(metric, 0.0))):
             raise DataError(
-                f"item {shorten(a.items[i])!r} is of cluster {a.clusters[i]!r} for A and {b.clusters[k]!r} for B",
+                f"item {shorten(result.item)!r}: {metric} is {value}",
+                expected="a finite number, or no value and the outcome 'error' or 'missing'",
+            )
+    return {r.item: (float(r.scores.get(metric, nan)), r.cluster) for r in results}
+
+
+def _join(
+    a: Mapping[str, tuple[float, str]], b: Mapping[str, tuple[float, str]]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], list[str]]:
+    """Return the scores of both models in the order of A, and the clusters."""
+    only_a, only_b = [i for i in a if i not in b], [i for i in b if i not in a]
+    if only_a or only_b:
+        raise DataError(
+            f"{len(only_a)} items of A and {len(only_b)} of B are unmatched, such as {shorten([*only_a, *only_b][0])!r}",
+            expected="the same items for both models",
+            do="compare the same version of the task",
+        )
+    for item, (_, cluster) in a.items():
+        if cluster != b[item][1]:
+            raise DataError(
+                f"item {shorten(item)!r} is of cluster {cluster!r} for A and {b[item][1]!r} for B",
                 expected="results of the same version of the task",
             )
-        clusters.append(a.clusters[i])
-    rows, others = np.array([i for i, _ in shared]), np.array([k for _, k in shared])
-    return a.values[rows], b.values[others], clusters
+    first, second = (np.array([values[item][0] for item in a]) for values in (a, b))
+    return first, second, [cluster for _, cluster in a.values()]

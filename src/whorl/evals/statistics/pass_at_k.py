@@ -10,35 +10,19 @@ is the mean over all subsets of size n. It needs no further samples and is unbia
                                                                ties are drawn; random subsets, no closed form
 
 The plain estimate of pass@n, 1 - (1 - c / N)^n, is biased, because it draws with replacement.
-
-The subtle point is the interval. Samples of one task are correlated, so the unit is the task. The spread is that of the
-per-task estimates, and Wilson's interval uses the number of tasks that would give this spread. With one sample per
-task it is Wilson's interval. It does not shrink to a point where all samples are correct, or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whorl.errors import ConfigError
-from whorl.evals.statistics.intervals import wilson
 
-Z95 = 1.959964  # two-sided 95 %
 SUBSETS = 256  # random subsets per task for a vote
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over tasks with its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
 
 
 def pass_at_k(correct: NDArray[np.bool_], n: int) -> NDArray[np.float64]:
@@ -122,27 +106,6 @@ def majority_at_k(
             share = np.divide(top @ is_correct, ties, out=np.zeros(len(orders)), where=ties > 0)
             found[n].append(float(share.mean()))
     return {n: np.array(each) for n, each in found.items()}
-
-
-def estimate(values: NDArray[np.float64], draws: int = 1) -> Estimate:
-    """Return the mean of the tasks' estimates [tasks] in 0 to 1, with its 95 % interval (see the top of this file).
-
-    draws: disjoint draws per task, N // n for n of N; an upper bound of the effective sample size.
-
-    Raises:
-        ConfigError: there are no tasks.
-    """
-    tasks = len(values)
-    if not tasks:
-        raise ConfigError("there are no tasks", expected="at least one")
-    mean = float(np.clip(values.mean(), 0.0, 1.0))
-    spread = float(values.var())
-    upper = float(tasks * draws)
-    binomial = mean * (1 - mean)
-    effective = (
-        min(upper, binomial * tasks / spread) if spread > 0 else (upper if binomial > 0 else float(tasks))
-    )
-    return Estimate(mean, *wilson(mean, effective, Z95))
 
 
 def _check_n(total: int, n: int) -> int:

@@ -30,6 +30,7 @@ from whorl.evals.suites.python_functions import (
     PythonFunction,
     SourceText,
     extract_functions,
+    first_line,
     rare_garbage_collection,
     source_lines,
 )
@@ -151,12 +152,12 @@ def _context(text: str, function: PythonFunction, examples: list[doctest.Example
     tree = parse_or_none(text)
     assert tree is not None
     lines = source_lines(text)
-    statements = ["\n".join(lines[_first_line(s) - 1 : s.end_lineno]) + "\n" for s in tree.body]
+    statements = ["\n".join(lines[first_line(s) - 1 : s.end_lineno]) + "\n" for s in tree.body]
     binds: dict[str, list[int]] = {}
     for i, statement in enumerate(tree.body):
         for name in _bound_names(statement):
             binds.setdefault(name, []).append(i)
-    own_index = next(i for i, s in enumerate(tree.body) if _first_line(s) == function.line)
+    own_index = next(i for i, s in enumerate(tree.body) if first_line(s) == function.line)
     used, bound = _names("".join(e.source for e in examples))
     wanted = _names(function.header + function.body)[0] | (used - bound)
     needed: set[int] = set()
@@ -175,11 +176,6 @@ def _context(text: str, function: PythonFunction, examples: list[doctest.Example
             wanted |= _names(statements[i])[0]
     context = "".join(statements[i] for i in sorted(needed))
     return context + "\n" if context else ""
-
-
-def _first_line(statement: ast.stmt) -> int:
-    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(d.lineno for d in decorators)])
 
 
 def _bound_names(statement: ast.stmt) -> set[str]:

@@ -15,7 +15,7 @@ memory too. A level has fewer items than requested if there are not as many diff
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import cycle
+from itertools import count, cycle
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -50,14 +50,8 @@ def draw_lines(probe: str, level: int, seed: int, split: Split) -> Iterator[Prob
         raise ConfigError(f"no probe {probe!r}", expected=one_of(probe, list(PROBES)))
     if level not in ALL_LEVELS:
         raise ConfigError(f"the level of a probe is {level}", expected=f"a number from 1 to {LEVELS}")
-    return _drawn(
-        probe, level, np.random.default_rng([seed, _SPLITS.index(split), list(PROBES).index(probe), level])
-    )
-
-
-def _drawn(probe: str, level: int, rng: np.random.Generator) -> Iterator[ProbeLine]:
-    while True:
-        yield PROBES[probe](rng, level)
+    rng = np.random.default_rng([seed, _SPLITS.index(split), list(PROBES).index(probe), level])
+    return (PROBES[probe](rng, level) for _ in count())
 
 
 def probe_records(
@@ -93,29 +87,23 @@ def _record(name: str, level: int, line: ProbeLine) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def probe_task(
-    probe: str, *, seed: int = 0, items: int = ITEMS, shots: int = SHOTS, levels: Sequence[int] = ALL_LEVELS
-) -> EvalTask:
-    """Return the task of one probe, with a figure for each level. Arguments and errors as `probe_tasks`."""
+def _probe_task(probe: str, seed: int, items: int, shots: int, levels: Sequence[int]) -> EvalTask:
+    """Return the task of one probe, with a figure for each level."""
     records = probe_records(probe, items, seed, levels)
     train: list[dict[str, Any]] = []
     if shots:
         prompts = {record["prompt"] for record in records}
         pool = probe_records(probe, max(10 * shots, len(levels)), seed, levels, "examples")
         train = [{**r, "id": f"example-{r['id']}"} for r in pool if r["prompt"] not in prompts][:shots]
+    about = (PROBES[probe].__doc__ or "").split(". ")[0].strip() + "."
     rest = "{{ text[prompt | length:] }}"  # an example shows its whole line
     config = TaskConfig(
-        name=f"probe-{probe}", version=VERSION, kind="choice", about=_about(probe), source=SOURCE,
+        name=f"probe-{probe}", version=VERSION, kind="choice", about=about, source=SOURCE,
         template="{{ prompt }}", choices="choices", gold="gold", data=TaskData(group="'level ' ~ level"),
         examples=tuple(r["id"] for r in train), example_answer=rest if train else "", separator="\n",
         options={"prior": False},
     )  # fmt: skip
     return make_task(config, records, train)
-
-
-def _about(probe: str) -> str:
-    """Return the first sentence of the generator's docstring."""
-    return (PROBES[probe].__doc__ or "").split(". ")[0].strip() + "."
 
 
 def probe_tasks(
@@ -132,7 +120,7 @@ def probe_tasks(
     Raises:
         ConfigError: no such probe or level, or none.
     """
-    return [probe_task(name, seed=seed, items=items, shots=shots, levels=levels) for name in probes]
+    return [_probe_task(name, seed, items, shots, levels) for name in probes]
 
 
 def probes_suite(inputs: SuiteInputs) -> list[EvalTask]:

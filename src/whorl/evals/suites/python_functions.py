@@ -140,6 +140,12 @@ def source_lines(text: str) -> list[str]:
     return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
 
+def first_line(statement: ast.stmt) -> int:
+    """Return the number of the first line of a statement, with its decorators."""
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(d.lineno for d in decorators)])
+
+
 def _split_function(
     path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef, is_top: bool
 ) -> PythonFunction | str:
@@ -150,14 +156,8 @@ def _split_function(
     if len(node.body) < 2 or _is_stub(node.body[1:]):
         return "no_body"
     docstring_node, next_statement = node.body[0], node.body[1]
-    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-    docstring_end, body_line = docstring_node.end_lineno or 0, next_statement.lineno
-    if (
-        isinstance(next_statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        and next_statement.decorator_list
-    ):
-        body_line = next_statement.decorator_list[0].lineno
-    if body_line <= docstring_end:
+    first, docstring_end = first_line(node), docstring_node.end_lineno or 0
+    if first_line(next_statement) <= docstring_end:
         return "one_line"
     header = _dedent_lines(lines[first - 1 : docstring_end], node.col_offset)
     body = _dedent_lines(lines[docstring_end : node.end_lineno], node.col_offset)

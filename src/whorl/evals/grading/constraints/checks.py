@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import regex
 
-from whorl.evals.grading.constraints.languages import is_language, may_be_english
+from whorl.evals.grading.constraints.languages import detect_language, may_be_english
 from whorl.evals.grading.constraints.sentences import split_sentences
 
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -60,7 +60,7 @@ def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: s
 
 def response_language(text: str, language: str) -> bool:
     """Return whether the text is in the language (ISO 639-1)."""
-    return is_language(text, language)
+    return detect_language(text) == language
 
 
 def number_sentences(text: str, num_sentences: int, relation: str) -> bool:

@@ -48,11 +48,6 @@ def detect_language(text: str) -> str:
     return found
 
 
-def is_language(text: str, language: str) -> bool:
-    """Return whether a text is in a language; see `detect_language`."""
-    return detect_language(text) == language
-
-
 def may_be_english(text: str) -> bool:
     """Return whether a text is English, or too short to have function words and in ASCII letters."""
     found = detect_language(text)
