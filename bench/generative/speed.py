@@ -5,8 +5,8 @@
 
 Both sides: DDPM that predicts v, pictures of 3 x 32 x 32 with 10 classes, fused AdamW, gradients clipped, no average of the
 weights, 2 threads. The DiT has 6 blocks of width 256 on patches of 4, batch 32; the U-Net 3 levels of 64, 128 and 128
-channels, batch 16. The blocks of the DiT are equal. A level of diffusers' U-Net has one residual block more, so its figure is
-FLOP/s. Rounds alternate, and the figure of a side is its median step.
+channels, batch 16. The blocks of the DiT are equal. A level of diffusers' U-Net has one residual block more, so its
+figure is FLOP/s. Rounds alternate, and the figure of a side is its median step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def our_steps(task: GenerativeTask) -> list[float]:
     """Return the seconds of each step but the first of a run."""
     ends = list[float]()
     train_rows(task, callback=lambda step, metrics: ends.append(time.perf_counter()))
-    return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    return [b - a for a, b in pairwise(ends)]
 
 
 def peer_network(settings: dict[str, Any]) -> nn.Module:
@@ -65,17 +66,17 @@ def peer_network(settings: dict[str, Any]) -> nn.Module:
 
     width = settings["width"]
     if "patch" in settings:
-        network: nn.Module = diffusers.DiTTransformer2DModel(
+        transformer: nn.Module = diffusers.DiTTransformer2DModel(
             num_attention_heads=4, attention_head_dim=width // 4, in_channels=3, num_layers=settings["depth"],
             sample_size=SIDE, patch_size=settings["patch"], num_embeds_ada_norm=CLASSES,
         )  # fmt: skip
-        return network
-    network = diffusers.UNet2DModel(
+        return transformer
+    unet: nn.Module = diffusers.UNet2DModel(
         sample_size=SIDE, layers_per_block=1, block_out_channels=(width, 2 * width, 2 * width), norm_num_groups=8,
         down_block_types=("DownBlock2D",) * 3, up_block_types=("UpBlock2D",) * 3, attention_head_dim=2 * width // 4,
         num_class_embeds=CLASSES + 1,
     )  # fmt: skip
-    return network
+    return unet
 
 
 def peer_steps(network: nn.Module, batch_size: int, is_bf16: bool) -> Callable[[int], list[float]]:
@@ -142,17 +143,17 @@ def main() -> None:
         x, steps = torch.randn(batch, 3, SIDE, SIDE), torch.full((batch,), 500)
         labels = torch.zeros(batch, dtype=torch.long)
         ours = min(value for side, value in medians.items() if side.startswith("ours"))
-        theirs = min(value for side, value in medians.items() if side.startswith("diffusers"))
+        peer = min(value for side, value in medians.items() if side.startswith("diffusers"))
         work = 1.0
         if name == "U-Net":
             mine, others = make_task(settings, False).networks, peer_network(settings)
             work = flops(mine, x, steps / 1000, labels) / flops(others, x, steps, labels)
-        print(f"{name}: FLOP of ours / theirs {work:.3f}", flush=True)
-        ratio = theirs / ours * work
+        print(f"{name}: FLOP of ours / diffusers {work:.3f}", flush=True)
+        ratio = peer / ours * work
         same = medians["diffusers, fp32"] / ours * work
         claim(
             f"training step of the {name}, {'FLOP/s' if work != 1 else 'steps/s'}, against diffusers compiled, best type"
-            f" ({same:.2f} x in fp32)", ours=1 / ours, peer=1 / theirs, unit="steps/s", ratio=ratio, bar=BAR,
+            f" ({same:.2f} x in fp32)", ours=1 / ours, peer=1 / peer, unit="steps/s", ratio=ratio, bar=BAR,
             ok=ratio >= BAR, peer_name="diffusers", variant=name, samples=[seconds],
         )  # fmt: skip
 
