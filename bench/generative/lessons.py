@@ -184,9 +184,8 @@ def manifold() -> list[Panel]:
         lines = [
             torch.stack([torch.full((LINE,), at), torch.rand(LINE, generator=rng)], 1) for at in (0, theta)
         ]
-        log_p, log_q = (
-            GaussianMixture(torch.tensor([[at]]), THICKNESS).log_prob(across) for at in (0, theta)
-        )
+        densities = (GaussianMixture(torch.tensor([[at]]), THICKNESS) for at in (0, theta))
+        log_p, log_q = (density.log_prob(across) for density in densities)
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         js = float((log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum()) * cell / 2
         add(curves, theta, {names[0]: wasserstein(*lines), names[1]: js})

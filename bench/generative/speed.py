@@ -148,7 +148,7 @@ def main() -> None:
         if name == "U-Net":
             mine, others = make_task(settings, False).networks, peer_network(settings)
             work = flops(mine, x, steps / 1000, labels) / flops(others, x, steps, labels)
-        print(f"{name}: FLOP of ours / diffusers {work:.3f}", flush=True)
+        print(f"{name}: FLOP against diffusers {work:.3f}", flush=True)
         ratio = peer / ours * work
         same = medians["diffusers, fp32"] / ours * work
         claim(
