@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _run import claim, parse, sized
 
-from whorl.evals.arena.battles import Battles, collapse
+from whorl.evals.arena.battles import Battles, group_rows
 from whorl.evals.arena.bootstrap import bootstrap
 from whorl.evals.arena.bradley_terry import Ratings, fit, unrated
 from whorl.evals.arena.pair_sampling import pair_probabilities
@@ -69,7 +69,7 @@ def battles(
     found = Battles(
         NAMES, first, second, outcome, weight, np.ones(n), covariates, ("length",) * (length != 0), voter
     )
-    return found if voters or length else collapse(found)
+    return found if voters or length else group_rows(found)[0]
 
 
 def covered(center: NDArray[np.float64], half: NDArray[np.float64], truth: NDArray[np.float64]) -> float:

@@ -118,33 +118,30 @@ class ContaminatedItems:
     too_short: frozenset[str]
 
 
-def item_text(task: EvalTask, item: Item, min_words: int = MIN_WORDS) -> str:
+def item_text(task: EvalTask, item: Item) -> str:
     """Return the text by which an item is found; see the top of this file."""
     template = task.kind.template
     fields = [value for name in template.names if isinstance(value := item.fields.get(name), str)]
     longest = max(fields, key=len, default="")
-    if len(split_words(longest)) >= min_words:
+    if len(split_words(longest)) >= MIN_WORDS:
         return longest
     prompt: str = template(item.variables, item.id)
     return prompt + task.kind.example_answer(item) if isinstance(item.gold, str | int) else prompt
 
 
 def find_contaminated(
-    tasks: Iterable[EvalTask], documents: Iterable[tuple[str, str]], *, n: int = N, min_words: int = MIN_WORDS,
-    min_score: float = MIN_SCORE, advance: Callable[[int], Any] = lambda documents: None,
+    tasks: Iterable[EvalTask], documents: Iterable[tuple[str, str]],
+    *, advance: Callable[[int], Any] = lambda documents: None,
 ) -> dict[str, ContaminatedItems]:  # fmt: skip
     """Return task -> its items in the training text; the text is read once for all tasks.
 
     Args:
         documents: (place, text) of the training text.
-        n, min_words, min_score: see the top of this file.
         advance: called with a number of documents that are done.
     """
     tasks = list(tasks)
     items = [
-        TestItem(task.config.name, item.id, item_text(task, item, min_words))
-        for task in tasks
-        for item in task.items
+        TestItem(task.config.name, item.id, item_text(task, item)) for task in tasks for item in task.items
     ]
     places: list[str] = []
 
@@ -155,12 +152,12 @@ def find_contaminated(
 
     found: dict[str, dict[str, FoundItem]] = {task.config.name: {} for task in tasks}
     try:
-        index = ItemIndex.build(items, n, min_words)
+        index = ItemIndex.build(items, N, MIN_WORDS)
     except DataError:  # all items are too short
         short = items
     else:
         short = list(index.too_short)
-        for number, match in find_items(texts(), index, min_score=min_score, advance=advance).items():
+        for number, match in find_items(texts(), index, min_score=MIN_SCORE, advance=advance).items():
             item = index.items[number]
             found[item.test_set][item.id] = FoundItem(places[match.row], match.score)
     return {

@@ -108,7 +108,6 @@ def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
     began = time.perf_counter()
     backend = client.backends[MODEL]
     cached = getattr(backend, "n_cached", 0)
-    requests = client.n_requests
     kind = task.kind
     for name in ("token_texts", "tokenizer", "sampler"):
         setattr(kind, name, getattr(backend, name, None))
@@ -127,7 +126,7 @@ def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
         config.name, config.kind, config.version, task.hash, config.about, backend.name, backend.address,
         metrics=tuple(kind.chosen_metrics()), measures=tuple(task_measures(kind, results)),
         outcomes=outcome_counts(results), items=tuple(results), by_group=group_measures(kind, results),
-        requests=client.n_requests - requests, cached=getattr(backend, "n_cached", 0) - cached,
+        requests=client.n_requests, cached=getattr(backend, "n_cached", 0) - cached,
         seconds=time.perf_counter() - began, notes=(*notes, *kind.notes(results)),
         settings={role: each.address for role, each in others.items()},
     )  # fmt: skip

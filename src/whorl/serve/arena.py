@@ -16,6 +16,7 @@ import asyncio
 import random
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -191,7 +192,7 @@ def create_arena_app(state: ArenaState) -> FastAPI:
     async def standings() -> Response:
         async with state.standings_lock:  # several requests after a vote compute them once
             found = await _in_thread(arena.standings)
-        content = {"votes": 0, "models": sorted(arena.names)} if found is None else found.as_json()
+        content = {"votes": 0, "models": sorted(arena.names)} if found is None else asdict(found)
         return OrjsonResponse(content)
 
     return app

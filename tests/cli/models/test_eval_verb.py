@@ -251,5 +251,5 @@ def test_timeout_and_concurrency_reach_the_endpoint(home: Path) -> None:
         succeed(home, *words, "--timeout", "0.2", "--concurrency", "1", "--cache", "slow.sqlite")
         assert time.monotonic() - began < 10 and len(fake.bodies) == 2  # the second attempt is answered
     for value in ("0", "-1", "nan", "inf"):
-        assert "the timeout is" in refuse(home, *words, "--timeout", value)
+        assert "--timeout is" in refuse(home, *words, "--timeout", value)
     refuse(home, *words, "--concurrency", "0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 
 import numpy as np
@@ -35,7 +35,7 @@ def test_standings_order_ranks_and_meetings() -> None:
     assert found.text.startswith("m3 is first with ") and "Better than m2, m1, m0." in found.text
     assert found.remove is not None and found.reverse is not None
     assert found.reverse.votes < found.remove.votes
-    assert found.as_json()["rows"][0]["model"] == "m3"
+    assert asdict(found)["rows"][0]["model"] == "m3"
 
 
 def test_few_votes_give_provisional_ratings_that_move() -> None:

@@ -25,7 +25,7 @@ from whorl.evals.arena.vote_files import (
     write_records,
 )
 from whorl.evals.model.endpoint_backend import EndpointBackend
-from whorl.evals.model.open_model import ModelOptions
+from whorl.evals.model.options import ModelOptions
 
 RECORD = {
     "question_id": "q", "model_a": "a", "model_b": "b", "winner": "model_a", "judge": "j", "tstamp": 5.0,
@@ -108,7 +108,7 @@ def test_contestants_have_names_and_share_back_ends() -> None:
         judge, backend = open_contestant(f"{fake.url}#fake", timeout=7.0)
         assert isinstance(backend, EndpointBackend)
         assert judge == "fake" and backend.client.timeout == 7.0
-        with pytest.raises(ConfigError, match="the timeout is -1"):
+        with pytest.raises(ValueError, match="greater than 0"):
             open_contestant(f"{fake.url}#fake", timeout=-1.0)
 
 

@@ -15,7 +15,8 @@ from tests.support.evals.fake_endpoint import FakeEndpoint
 from whorl.errors import WhorlError
 from whorl.evals.episodes.system import Bm25Index, SystemBackend
 from whorl.evals.episodes.system_config import read_system
-from whorl.evals.model.open_model import ModelOptions, open_backend
+from whorl.evals.model.open_model import open_backend
+from whorl.evals.model.options import ModelOptions
 from whorl.evals.model.requests import Completion, GenerateRequest, Missing, Request, Response, ScoreRequest
 from whorl.registry import permit_code
 

@@ -238,7 +238,7 @@ def test_grade_tasks_rejects_bad_calls() -> None:
 
 def test_custom_graders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    monkeypatch.setattr(custom.grade_in_process, "__defaults__", (0.5, 60.0))
+    monkeypatch.setattr(custom, "CALL_SECONDS", 0.5)
     module, messages = "custom:tests.support.evals.grading_functions", ({"role": "user", "content": "a?"},)
     chat = VerifiableTask("m", messages=messages, verifier=f"{module}:same", answer="a")
     outcomes = {"length": "passed", "partial": "nearly", "raises": "raised", "not_a_number": "raised"}

@@ -116,7 +116,7 @@ def test_outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "stop", "not_found"),
     ):
         assert suite.solved(gold, text, finish=finish).outcome == outcome
-    monkeypatch.setattr(custom.grade_in_process, "__defaults__", (0.5, 60.0))
+    monkeypatch.setattr(custom, "CALL_SECONDS", 0.5)
     changed = {**gold, "entry": {**gold["entry"], "question": "0" * 16}}
     texts = ["<answer>hang</answer>", "<answer>7</answer>", "<answer>7</answer>"]
     hanging, right, other = grade_all("reasoning_gym", [gold, gold, changed], texts)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whorl.cli.config_options import Configs, config_options
 from whorl.cli.options import StoreOption
 
 if TYPE_CHECKING:
     from whorl.evals.kinds.kind import EvalTask
+    from whorl.evals.model.options import ModelOptions, SampleSettings
 
 
+def _configs() -> Configs:
+    from whorl.evals.model.options import ModelOptions, SampleSettings
+
+    fields = tuple(name for name in ModelOptions.model_fields if name not in ("store", "name_option"))
+    return {"sampling": (SampleSettings, ()), "options": (ModelOptions, fields)}
+
+
+@config_options(_configs)
 def eval(
     model: Annotated[
         str,
@@ -24,6 +33,7 @@ def eval(
             help="An artifact (model or evaluation), a folder of a model or of results, the URL of an API, or a system.",
         ),
     ] = "",
+    *,
     suite: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME|FILE", help="A suite: a name that --list shows, or a TOML file."),
@@ -57,55 +67,11 @@ def eval(
             metavar="ARTIFACT", help="Corpus of the suite own; default: that of the model's lineage."
         ),
     ] = "",
-    samples: Annotated[
-        str,
-        typer.Option(
-            metavar="N,N,...", help="Samples per item, and curves of votes and best of N over them."
-        ),
-    ] = "",
-    budgets: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Thinking is cut at, and continued to, so many tokens.")
-    ] = "",
-    reward: Annotated[
-        str, typer.Option(metavar="ARTIFACT", help="A reward model, for best of N of --samples.")
-    ] = "",
-    temperature: Annotated[
-        float | None, typer.Option(min=0, help="Of answers; default: the task's, and 1 with --samples.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of an answer; default: the task's.")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send prompts as messages of a conversation.")] = False,
-    answer_marker: Annotated[str, typer.Option(help="With --budgets: text before an answer.")] = "#### ",
-    continuation_text: Annotated[
-        str, typer.Option(help="With --budgets: text that replaces an early end of thinking.")
-    ] = "Wait, ",
+    sampling: SampleSettings,
     limit: Annotated[int | None, typer.Option(min=1, help="Items per task, the first ones.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of generated items and of samples.")] = 0,
-    model_name: Annotated[str, typer.Option(help="With a URL: the model that requests state.")] = "",
-    tokenizer: Annotated[
-        str, typer.Option(metavar="FOLDER", help="With a URL: the model's tokenizer, to score by ids.")
-    ] = "",
-    timeout: Annotated[
-        float,
-        typer.Option(
-            help="With a URL: seconds without a byte before an attempt is given up. It is retried 4 times."
-        ),
-    ] = 60.0,
-    concurrency: Annotated[
-        int,
-        typer.Option(
-            min=1, help="With a URL: requests at once. More load a server better, until they time out."
-        ),
-    ] = 16,
+    options: ModelOptions,
     judge: Annotated[str, typer.Option(metavar="MODEL", help="The judge of tasks that have one.")] = "",
     judge_name: Annotated[str, typer.Option(help="With a URL: the judge's model.")] = "",
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 64,
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Scores equal to the bit for any batch.")
-    ] = False,
-    max_length: Annotated[int | None, typer.Option(min=2, help="Positions of a request at most.")] = None,
     cache: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Responses; default: responses.sqlite in the store.")
     ] = None,
@@ -137,7 +103,7 @@ def eval(
         whorl eval http://127.0.0.1:8000/v1 --model-name my-model --task gsm8k --data gsm8k_test.jsonl
     """
     from whorl.cli.models.eval_output import print_list, print_results
-    from whorl.cli.models.eval_samples import SampleSettings, open_reward
+    from whorl.cli.models.eval_samples import reward_role
     from whorl.cli.models.eval_tasks import (
         check_output,
         evaluate_model,
@@ -147,7 +113,8 @@ def eval(
     )
     from whorl.errors import ConfigError
     from whorl.evals.comparisons import compare_results, summary_sentence, unshared_sentence
-    from whorl.evals.model.open_model import ModelOptions, check_model
+    from whorl.evals.model.open_model import check_model
+    from whorl.evals.model.options import ModelOptions
     from whorl.evals.results_io import load_results
     from whorl.evals.suites import SuiteInputs
     from whorl.evals.suites.held_out import held_out_documents
@@ -157,29 +124,26 @@ def eval(
     if list_:
         corpus_of = corpus or model
         held_out = partial(held_out_documents, Store(store), corpus_of) if corpus_of else tuple
-        print_list(SuiteInputs(held_out, limit, seed, run_programs=False))
+        print_list(SuiteInputs(held_out, limit, sampling.seed, run_programs=False))
         return
     if not model:
         raise ConfigError(
             "no model is given", expected="an artifact, a folder or a URL", do="whorl eval MODEL --task NAME"
         )
-    options = ModelOptions(
-        model_name, tokenizer, dtype, batch_size, batch_invariant, max_length, store,
-        timeout=timeout, concurrency=concurrency,
-    )  # fmt: skip
+    options = options.model_copy(update={"store": store})
     judge_options = ModelOptions(
-        judge_name, store=store, name_option="--judge-name", timeout=timeout, concurrency=concurrency
+        model_name=judge_name, store=store, name_option="--judge-name", timeout=options.timeout,
+        concurrency=options.concurrency,
+    )  # fmt: skip
+    against_options = options.model_copy(
+        update={"model_name": against_name or options.model_name, "name_option": "--against-name"}
     )
-    against_options = replace(options, model_name=against_name or model_name, name_option="--against-name")
     check_output(out)
     for ref, own in ((model, options), (against, against_options)):  # before the work on the first one
         if ref and results_folder(ref, store) is None:
             check_model(ref, own)
     cache_path = cache or Store(store).root / "responses.sqlite"
-    sampling = SampleSettings(
-        samples, budgets, temperature, max_tokens, chat, bool(reward), answer_marker, continuation_text, seed
-    )
-    roles = {"reward": open_reward(reward, store)} if reward else {}
+    roles = reward_role(sampling, store)
     documents = partial(held_out_documents, Store(store), corpus or model)
     tasks: list[EvalTask] = []
     folders, found, labels = [], [], []
@@ -192,7 +156,7 @@ def eval(
         else:
             if not tasks:
                 tasks = load_tasks(
-                    suite, task, data, train, limit=limit, seed=seed, documents=documents, sampling=sampling
+                    suite, task, data, train, limit=limit, documents=documents, sampling=sampling
                 )
             folders.append(out / label if against else out)
             found.append(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from whorl.errors import ConfigError
 from whorl.evals.grading import read_tasks
 from whorl.evals.kinds.generate import verifiable_task
 from whorl.evals.kinds.kind import EvalTask
-from whorl.evals.model.requests import GenerateRequest, Request, Response, Score
+from whorl.evals.model.options import SampleSettings
+from whorl.evals.model.requests import GenerateRequest, ModelBackend, Request, Response, Score
 from whorl.evals.tasks.config import GenerationConfig
 from whorl.evals.tasks.task import task_hash
 from whorl.machine.device_probe import probe
@@ -28,61 +28,34 @@ from whorl.tokens.token_encoder import TokenEncoder, concat
 N_PROBLEMS = 100
 
 
-@dataclass(frozen=True)
-class SampleSettings:
-    """Options that replace settings of a task; None or empty keeps them.
-
-    samples: "1,2,4", or the largest of powers of two. budgets: "8,16" tokens of thinking. reward: a reward model is given.
-    """
-
-    samples: str = ""
-    budgets: str = ""
-    temperature: float | None = None
-    max_tokens: int | None = None
-    chat: bool = False
-    reward: bool = False
-    marker: str = "#### "
-    continuation: str = "Wait, "
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.reward and not (self.samples or self.budgets):
-            raise ConfigError(
-                "--reward chooses among samples", expected="--samples", do="give --samples 1,2,4"
-            )
-
-    def apply(self, task: EvalTask) -> EvalTask:
-        """Return the task with these settings, and another hash. Raises ConfigError: its kind has no samples."""
-        generation = task.config.generation.model_dump()
-        generation |= {k: v for k in ("temperature", "max_tokens") if (v := getattr(self, k)) is not None}
-        options = dict(task.config.options)
-        if self.samples or self.budgets:
-            ks = _numbers("--samples", self.samples) or (1,)
-            if len(ks) == 1:
-                ks = (*(1 << i for i in range(ks[0].bit_length()) if 1 << i < ks[0]), ks[0])
-            generation |= {"samples": ks[-1], "seed": self.seed}
-            if self.temperature is None and not generation["temperature"]:
-                generation["temperature"] = 1.0
-            options |= {
-                "curves": True,
-                "k": ks,
-                "budgets": _numbers("--budgets", self.budgets),
-                "reward": self.reward,
-            }
-            options |= {"answer_marker": self.marker, "continuation_text": self.continuation}
-        changes: dict[str, Any] = {"options": options, "chat": self.chat or task.config.chat}
-        try:
-            changes["generation"] = GenerationConfig.model_validate(generation)
-        except ValidationError as error:
-            raise ConfigError(f"a wrong setting of samples: {error.errors()[0]['msg']}") from error
-        if max(options.get("budgets") or (0,)) > generation["max_tokens"]:
-            raise ConfigError(
-                f"--budgets is {self.budgets!r}", expected=f"0 to max_tokens = {generation['max_tokens']} tokens",
-                do="lower the budgets, or raise --max-tokens",
-            )  # fmt: skip
-        made = EvalTask(task.config.model_copy(update=changes), task.items, task.examples)
-        made.hash = task_hash(made)
-        return made
+def with_samples(task: EvalTask, sampling: SampleSettings) -> EvalTask:
+    """Return the task with the given options, and another hash. Raises ConfigError: its kind has no samples."""
+    generation = task.config.generation.model_dump()
+    generation |= sampling.model_dump(include={"temperature", "max_tokens"}, exclude_none=True)
+    options = dict(task.config.options)
+    if sampling.samples or sampling.budgets:
+        ks = _numbers("--samples", sampling.samples) or (1,)
+        if len(ks) == 1:
+            ks = (*(1 << i for i in range(ks[0].bit_length()) if 1 << i < ks[0]), ks[0])
+        generation |= {"samples": ks[-1], "seed": sampling.seed}
+        if sampling.temperature is None and not generation["temperature"]:
+            generation["temperature"] = 1.0
+        options |= {"curves": True, "k": ks, "budgets": _numbers("--budgets", sampling.budgets)}
+        options |= {"reward": bool(sampling.reward), "answer_marker": sampling.answer_marker}
+        options["continuation_text"] = sampling.continuation_text
+    changes: dict[str, Any] = {"options": options, "chat": sampling.chat or task.config.chat}
+    try:
+        changes["generation"] = GenerationConfig.model_validate(generation)
+    except ValidationError as error:
+        raise ConfigError(f"a wrong setting of samples: {error.errors()[0]['msg']}") from error
+    if max(options.get("budgets") or (0,)) > generation["max_tokens"]:
+        raise ConfigError(
+            f"--budgets is {sampling.budgets!r}", expected=f"0 to max_tokens = {generation['max_tokens']} tokens",
+            do="lower the budgets, or raise --max-tokens",
+        )  # fmt: skip
+    made = EvalTask(task.config.model_copy(update=changes), task.items, task.examples)
+    made.hash = task_hash(made)
+    return made
 
 
 def generated_task(name: str, *, limit: int | None, seed: int, chat: bool) -> EvalTask | None:
@@ -130,11 +103,15 @@ class RewardBackend:
             on_response(n, Score((), (reward,), greedy=False))
 
 
-def open_reward(ref: str, store: str | None) -> RewardBackend:
-    """Return the reward model of an artifact. Raises ConfigError: it is another kind of artifact."""
-    found = open_artifact(ref, store, ("reward_model",), "a reward_model for --reward")
+def reward_role(sampling: SampleSettings, store: str | None) -> dict[str, ModelBackend]:
+    """Return the role of the reward model, if one is given. Raises ConfigError: it is another kind of artifact."""
+    if not sampling.reward:
+        return {}
+    if not (sampling.samples or sampling.budgets):
+        raise ConfigError("--reward chooses among samples", expected="--samples", do="give --samples 1,2,4")
+    found = open_artifact(sampling.reward, store, ("reward_model",), "a reward_model for --reward")
     found.check()
-    return RewardBackend(found.name, found.address, found.path, probe().device)
+    return {"reward": RewardBackend(found.name, found.address, found.path, probe().device)}
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

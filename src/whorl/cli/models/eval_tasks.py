@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from whorl.cli.models.eval_samples import SampleSettings, generated_task
+from whorl.cli.models.eval_samples import generated_task, with_samples
 from whorl.errors import ConfigError, DataError, StoreError
 from whorl.evals.contamination import (
     ContaminatedItems,
@@ -15,7 +15,8 @@ from whorl.evals.contamination import (
 )
 from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.model.metered_backend import MeteredBackend
-from whorl.evals.model.open_model import ModelOptions, is_url, open_backend
+from whorl.evals.model.open_model import is_url, open_backend
+from whorl.evals.model.options import ModelOptions, SampleSettings
 from whorl.evals.model.requests import ModelBackend
 from whorl.evals.model.response_cache import CachedBackend, ResponseCache
 from whorl.evals.results import TaskResult
@@ -29,10 +30,10 @@ from whorl.tracking.progress import Progress
 
 def load_tasks(
     suites: Sequence[str] | None, names: Sequence[str] | None, data: Sequence[str] | None, train: Sequence[str] | None,
-    *, limit: int | None, seed: int, documents: Callable[[], Sequence[tuple[str, str]]], sampling: SampleSettings,
+    *, limit: int | None, documents: Callable[[], Sequence[tuple[str, str]]], sampling: SampleSettings,
 ) -> list[EvalTask]:  # fmt: skip
     """Return the tasks of all options. Raises ConfigError: there are none, or two have one name."""
-    sources = TaskSources(_by_task(data), _by_task(train))
+    sources, seed = TaskSources(_by_task(data), _by_task(train)), sampling.seed
     made = {name: generated_task(name, limit=limit, seed=seed, chat=sampling.chat) for name in names or ()}
     found = [task for task in made.values() if task is not None]
     named = [name for name, task in made.items() if task is None]
@@ -47,7 +48,9 @@ def load_tasks(
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise ConfigError(f"two tasks have the name {twice[0]!r}", expected="different names")
-    return found if sampling == SampleSettings(seed=seed) else [sampling.apply(task) for task in found]
+    return (
+        found if sampling == SampleSettings(seed=seed) else [with_samples(task, sampling) for task in found]
+    )
 
 
 def check_output(out: Path) -> None:

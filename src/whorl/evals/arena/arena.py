@@ -23,9 +23,17 @@ from whorl.evals.arena.arena_log import ArenaLog, Battle, BattleTurn
 from whorl.evals.arena.battles import Battles, Choice, Vote, read_votes
 from whorl.evals.arena.bradley_terry import CENTER, fit, unrated
 from whorl.evals.arena.options import AnswerSettings, Sampling
-from whorl.evals.arena.pair_sampling import FLOOR, DrawnPair, draw_pair
+from whorl.evals.arena.pair_sampling import DrawnPair, draw_pair
 from whorl.evals.arena.standings import PRIOR, Standings, standings
-from whorl.evals.model.requests import Completion, GenerateRequest, Message, Missing, ModelBackend, Response
+from whorl.evals.model.requests import (
+    Completion,
+    GenerateRequest,
+    Message,
+    Missing,
+    ModelBackend,
+    Response,
+    responses_of,
+)
 
 MAX_SEED = 1 << 31
 
@@ -62,7 +70,7 @@ class ModelArena:
     Args:
         models: names, as ratings show them, with their back ends.
         rng: draws pairs, sides and seeds.
-        sampling: of pairs; see `pair_sampling.py`. floor: share of pairs drawn uniformly.
+        sampling: of pairs; see `pair_sampling.py`.
 
     Raises:
         ConfigError: fewer than two models, or an impossible sampling.
@@ -76,7 +84,6 @@ class ModelArena:
         settings: AnswerSettings | None = None,
         *,
         sampling: Sampling = "uniform",
-        floor: float = FLOOR,
     ) -> None:
         if len(models) < 2:
             raise ConfigError(f"an arena of {len(models)} models", expected="at least two")
@@ -87,7 +94,6 @@ class ModelArena:
         }
         self._rng, self._rng_lock = rng, threading.Lock()
         self._sampling: Sampling = sampling
-        self._floor = floor
         self._cached: tuple[tuple[int, int], Standings | None] = ((-1, 0), None)
         self._cached_votes: tuple[int, list[Vote]] = (-1, [])
         self._drawn(read_votes([], self.names))  # checks the sampling
@@ -163,7 +169,7 @@ class ModelArena:
 
     def _drawn(self, battles: Battles) -> tuple[DrawnPair, int]:
         with self._rng_lock:
-            pair = draw_pair(battles, self._rng, self._sampling, self._floor)
+            pair = draw_pair(battles, self._rng, self._sampling)
             return pair, int(self._rng.integers(MAX_SEED))
 
     def _turn(self, battle: Battle, prompt: str) -> BattleTurn:
@@ -186,10 +192,8 @@ class ModelArena:
         one = self._models.get(model)
         if one is None:
             return Missing("the model is not in the arena any more")
-        found: list[Response] = []
         with one.lock:
-            one.backend.respond([request], lambda _, response: found.append(response))
-        return found[0] if found else Missing("the back end returned no response")
+            return responses_of(one.backend, [request])[0]
 
     def _messages(self, battle: Battle, side: int, prompt: str) -> tuple[Message, ...]:
         messages: list[Message] = (

@@ -183,16 +183,16 @@ class ArenaLog:
 
     def missing(self) -> Counter[str]:
         """Return the number of missing answers of each model."""
-        with self._lock:
-            rows = self._database.execute("SELECT content FROM events WHERE kind = 'missing'").fetchall()
-        return Counter(json.loads(content)["model"] for (content,) in rows)
+        return Counter(each["model"] for each in self._missing())
 
     def missing_reasons(self) -> Counter[str]:
         """Return why answers are missing, with their numbers."""
+        return Counter(f"{each['model']}: {each['reason']}" for each in self._missing())
+
+    def _missing(self) -> list[dict[str, str]]:
         with self._lock:
             rows = self._database.execute("SELECT content FROM events WHERE kind = 'missing'").fetchall()
-        found = (json.loads(content) for (content,) in rows)
-        return Counter(f"{each['model']}: {each['reason']}" for each in found)
+        return [json.loads(content) for (content,) in rows]
 
     def close(self) -> None:
         """Close the file."""

@@ -117,16 +117,11 @@ def read_votes(
     battles = Battles(
         names, first, second, score, weight, np.ones(len(used)), covariates, ("length",) * length, voter
     )
-    return battles if length or by_voter else collapse(battles)
-
-
-def collapse(battles: Battles) -> Battles:
-    """Return battles without covariates and voters, with one row for each pair, score and weight."""
-    return group_rows(battles)[0]
+    return battles if length or by_voter else group_rows(battles)[0]
 
 
 def group_rows(battles: Battles) -> tuple[Battles, NDArray[np.intp]]:
-    """Return collapsed battles, and for each row its new row [R]."""
+    """Return battles with one row for each pair, score and weight, without covariates and voters; and each new row [R]."""
     swap = battles.first > battles.second
     first = np.where(swap, battles.second, battles.first)
     second = np.where(swap, battles.first, battles.second)

@@ -42,9 +42,7 @@ class Bootstrap:
         return np.asarray((top / top.sum(1, keepdims=True)).mean(0))
 
 
-def bootstrap(
-    battles: Battles, rng: np.random.Generator, draws: int = 1000, penalty: float = DRAW_PENALTY
-) -> Bootstrap:
+def bootstrap(battles: Battles, rng: np.random.Generator, draws: int = 1000) -> Bootstrap:
     """Return the ratings of `draws` samples of the votes.
 
     Raises:
@@ -69,7 +67,7 @@ def bootstrap(
             )
         else:
             counts = rng.multinomial(len(voters), np.full(len(voters), 1 / len(voters)), n) @ voters
-        found.append(solve(battles, counts * battles.weight, penalty))
+        found.append(solve(battles, counts * battles.weight, DRAW_PENALTY))
     estimates = np.concatenate(found)
     return Bootstrap(battles.models, estimates[np.isfinite(estimates).all(1)])
 

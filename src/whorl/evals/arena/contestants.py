@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,8 @@ from whorl.errors import ConfigError, DataError, shorten
 from whorl.evals.arena.arena import ModelArena
 from whorl.evals.arena.arena_log import ArenaLog
 from whorl.evals.arena.options import AnswerSettings, BattleConfig
-from whorl.evals.model.open_model import DEFAULT_TIMEOUT, ModelOptions, is_url, open_backend
+from whorl.evals.model.open_model import is_url, open_backend
+from whorl.evals.model.options import DEFAULT_TIMEOUT, Dtype, ModelOptions
 from whorl.evals.model.requests import ModelBackend
 from whorl.evals.tasks.records import read_records
 
@@ -42,11 +42,11 @@ def parse_contestant(text: str, options: ModelOptions) -> tuple[str, str, ModelO
         raise ConfigError(
             f"the endpoint {shorten(url)} has no model", expected=f"{shorten(url)}#MODEL", do="GET /models lists them"
         )  # fmt: skip
-    return name or model, url, replace(options, model_name=model)
+    return name or model, url, options.model_copy(update={"model_name": model})
 
 
 def open_contestant(
-    text: str, *, dtype: str = "float32", store: str | None = None, timeout: float = DEFAULT_TIMEOUT
+    text: str, *, dtype: Dtype = "float32", store: str | None = None, timeout: float = DEFAULT_TIMEOUT
 ) -> tuple[str, ModelBackend]:
     """Return name and back end of one model. Raises: as `parse_contestant` and `open_backend`."""
     options = ModelOptions(dtype=dtype, batch_size=BATCH_SIZE, store=store, timeout=timeout)
@@ -64,7 +64,7 @@ def open_arena(
 
 
 def open_contestants(
-    texts: Sequence[str], *, dtype: str = "float32", store: str | None = None, timeout: float = DEFAULT_TIMEOUT,
+    texts: Sequence[str], *, dtype: Dtype = "float32", store: str | None = None, timeout: float = DEFAULT_TIMEOUT,
 ) -> dict[str, ModelBackend]:  # fmt: skip
     """Return name -> back end. Equal references share one.
 

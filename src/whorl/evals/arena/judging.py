@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from whorl.errors import ConfigError, shorten
+from whorl.errors import ConfigError
 from whorl.evals.arena.arena import AnswerMissingError, ModelArena
 from whorl.evals.arena.battles import Choice
-from whorl.evals.judge import REMINDER, SYSTEM, TEMPLATE, Verdict, parse_verdict
-from whorl.evals.model.requests import Completion, GenerateRequest, Message, Missing, ModelBackend, Response
+from whorl.evals.judge import TEMPLATE, compare_pairs
+from whorl.evals.model.requests import ModelBackend, responses_of
 from whorl.evals.tasks.template import Template
 
 Judge = Callable[
     [str, str, str], Choice | None
 ]  # (prompt, left answer, right answer) -> choice, None for no verdict
+
+
+MAX_TOKENS, RETRIES = 512, 2  # of a reply; after a reply without a verdict
 
 
 @dataclass(frozen=True)
@@ -75,41 +78,25 @@ def judge_battles(
 
 
 class BackendJudge:
-    """A model as judge, with the prompt and the verdicts of the kind `judge`.
+    """A model as judge, with the prompt and the verdicts of the kind `judge`."""
 
-    Args:
-        max_tokens: of a reply. retries: further requests after a reply without a verdict.
-    """
-
-    def __init__(self, backend: ModelBackend, max_tokens: int = 512, retries: int = 2) -> None:
-        self.backend, self.max_tokens, self.retries = backend, max_tokens, retries
+    def __init__(self, backend: ModelBackend) -> None:
+        self.backend = backend
         self._template = Template(TEMPLATE, "the judge's prompt")
         self.reason = ""  # of the last pair without a verdict
 
     def __call__(self, prompt: str, left: str, right: str) -> Choice | None:
         """Return the choice of both orders; a tie if they disagree; None if one has no verdict."""
-        first, second = self._verdict(prompt, left, right), self._verdict(prompt, right, left)
-        if first is None or second is None:
-            return None
-        choices: dict[tuple[Verdict, Verdict], Choice] = {("A", "B"): "left", ("B", "A"): "right"}
-        return choices.get((first, second), "tie")
-
-    def _verdict(self, prompt: str, first: str, second: str) -> Verdict | None:
-        text = self._template({"question": prompt, "first": first, "second": second}, "battle")
-        talk: list[Message] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
-        for _ in range(1 + self.retries):
-            found: list[Response] = []
-            request = GenerateRequest(tuple(talk), self.max_tokens)
-            self.backend.respond([request], lambda _, response, found=found: found.append(response))  # type: ignore[misc]
-            reply = found[0] if found else None
-            if not isinstance(reply, Completion):
-                self.reason = f"the judge gave no reply: {reply.reason if isinstance(reply, Missing) else ''}"
-                return None
-            if verdict := parse_verdict(reply.text):
-                return verdict
-            self.reason = f"no verdict in {1 + self.retries} replies: {shorten(reply.text, 80)!r}"
-            talk += [
-                {"role": "assistant", "content": reply.text or "(empty)"},
-                {"role": "user", "content": REMINDER},
-            ]
-        return None
+        asking = compare_pairs(
+            self._template, prompt, [(left, right)], max_tokens=MAX_TOKENS, retries=RETRIES
+        )
+        requests = next(asking)
+        while True:
+            try:
+                requests = asking.send(responses_of(self.backend, requests))
+            except StopIteration as end:
+                [found] = end.value
+                break
+        self.reason = found.reason
+        choices: dict[tuple[float, float], Choice] = {(1.0, 1.0): "left", (0.0, 0.0): "right"}
+        return choices.get(found.points, "tie") if found.points else None

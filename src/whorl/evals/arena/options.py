@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from whorl.evals.model.options import DEFAULT_TIMEOUT, Dtype
+
 Sampling = Literal["uniform", "information"]
 
 
@@ -26,9 +28,11 @@ class BattleConfig(BaseModel):
     seed: int | None = Field(
         default=None, ge=0, description="seed of pairs, sides and samples; default: a random one"
     )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="type of the weights")
+    dtype: Dtype = Field(default="float32", description="type of the weights")
     timeout: float = Field(
-        default=60.0,
+        default=DEFAULT_TIMEOUT,
+        gt=0,
+        allow_inf_nan=False,
         description="with a URL: seconds without a byte before an attempt is given up. It is retried 4 times",
     )
 

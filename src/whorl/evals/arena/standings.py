@@ -14,9 +14,8 @@ standard deviation 1 in log odds, and its posterior's intervals.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,10 +109,6 @@ class Standings:
     provisional: str
     text: str
 
-    def as_json(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return asdict(self)
-
 
 def standings(
     votes: Sequence[Vote],
@@ -121,9 +116,7 @@ def standings(
     *,
     length: bool = False,
     by_voter: bool | None = None,
-    level: float = LEVEL,
     draws: int = DRAWS,
-    seed: int = 0,
 ) -> Standings:
     """Return the results of the votes between the models.
 
@@ -141,20 +134,20 @@ def standings(
     battles = read_votes(used, models, length=length, by_voter=by_voter)
     apart = unrated(battles)
     provisional = ""
-    ratings, quantile = _fit(battles, bool(apart), level)
+    ratings, quantile = _fit(battles, bool(apart))
     if apart:
         provisional = "no finite rating: " + ", ".join(battles.models[k] for k in apart)
     elif equal := _without_variation(ratings):
         provisional = "no votes but ties: " + ", ".join(equal)
-        ratings, quantile = _fit(battles, True, level)
+        ratings, quantile = _fit(battles, True)
     se = np.sqrt(np.maximum(np.diag(ratings.covariance), 0.0))
     boot = None
     if draws and not provisional:
-        boot = bootstrap(battles, np.random.default_rng(seed), draws)
+        boot = bootstrap(battles, np.random.default_rng(0), draws)
     tallies = _tallies(used)
-    meetings, better = _meetings(tallies, ratings, quantile, level)
+    meetings, better = _meetings(tallies, ratings, quantile)
     points, half = ratings.points, ELO * quantile * se
-    sampled = None if boot is None else 1000 + ELO * boot.interval(level)
+    sampled = None if boot is None else 1000 + ELO * boot.interval(LEVEL)
     first = None if boot is None else boot.first_shares()
     rows = []
     for k in (int(i) for i in np.argsort(-points, kind="stable")):
@@ -172,10 +165,10 @@ def standings(
         for name, e, s in zip(ratings.names, ratings.effects, se[m:], strict=True)
     )
     plain = battles if not battles.names else read_votes(votes, models)
-    left, left_low, left_high = _left_share(used, level)
+    left, left_low, left_high = _left_share(used)
     found = Standings(
         tuple(rows), meetings, effects, len(used), fewest_votes(plain, "remove"), fewest_votes(plain, "reverse"),
-        left, left_low, left_high, level, provisional, "",
+        left, left_low, left_high, LEVEL, provisional, "",
     )  # fmt: skip
     return replace(found, text=describe(found))
 
@@ -215,16 +208,16 @@ def _without_variation(ratings: Ratings) -> list[str]:
     return [ratings.models[k] for k in np.flatnonzero(exact.any(1))]
 
 
-def _fit(battles: Battles, provisional: bool, level: float) -> tuple[Ratings, float]:
+def _fit(battles: Battles, provisional: bool) -> tuple[Ratings, float]:
     if not provisional:
         ratings = fit(battles)
-        return ratings, t_quantile(level, ratings.df)
+        return ratings, t_quantile(LEVEL, ratings.df)
     ratings = fit(battles, PRIOR)
-    return replace(ratings, covariance=ratings.inverse_hessian), normal_quantile(level)
+    return replace(ratings, covariance=ratings.inverse_hessian), normal_quantile(LEVEL)
 
 
 def _meetings(
-    tallies: _Tallies, ratings: Ratings, quantile: float, level: float
+    tallies: _Tallies, ratings: Ratings, quantile: float
 ) -> tuple[tuple[Meeting, ...], NDArray[np.bool_]]:
     """Return the pairs, and [M, M] whether the row's model is better than the column's for certain."""
     names, m = ratings.models, len(ratings.models)
@@ -237,7 +230,7 @@ def _meetings(
     adjusted = holm([t_two_sided(float(value), ratings.df) for value in z])
     better, found = np.zeros((m, m), bool), []
     for (a, b), gap, error, p in zip(pairs, gaps, errors, adjusted, strict=True):
-        if p <= 1 - level:
+        if p <= 1 - LEVEL:
             better[(a, b) if gap > 0 else (b, a)] = True
         low, high = gap - quantile * error, gap + quantile * error
         expected, least, most = (float(1 / (1 + np.exp(-value))) for value in (gap, low, high))
@@ -268,9 +261,9 @@ def _beats(found: Standings, a: str, b: str) -> bool:
     return meeting.p_value <= 1 - found.level and (meeting.expected > 0.5) == (meeting.a == a)
 
 
-def _left_share(votes: Sequence[Vote], level: float) -> tuple[float, float, float]:
+def _left_share(votes: Sequence[Vote]) -> tuple[float, float, float]:
     left = sum(v.choice == "left" for v in votes)
     n = left + sum(v.choice == "right" for v in votes)
     if not n:
         return 0.5, 0.0, 1.0
-    return left / n, *wilson(left / n, n, normal_quantile(level))
+    return left / n, *wilson(left / n, n, normal_quantile(LEVEL))

@@ -22,6 +22,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from whorl.evals.model.requests import (
     ModelBackend,
     Request,
     Response,
+    responses_of,
 )
 from whorl.evals.tasks.records import read_records
 from whorl.evals.tasks.template import Template
@@ -146,18 +148,15 @@ class SystemBackend:
         numbers, requests = list(asked), list(asked.values())
         assert self.config.tools is not None
 
-        def respond(sent: Sequence[GenerateRequest]) -> list[Response]:
-            replies: dict[int, Response] = {}
-            self.model.respond(sent, replies.__setitem__)
-            return [replies.get(n, Missing("the back end gave no response")) for n in range(len(sent))]
-
         def receive(place: int, episode: Episode) -> None:
             env: Any = episode.env
             response = _response(env, episode)
             on_response(numbers[place], self._guarded(requests[place].prompt, env.steps, response))
 
         tasks = [VerifiableTask(str(n), messages=tuple(r.prompt)) for n, r in asked.items()]  # type: ignore[arg-type]
-        run_agents(tasks, self.config.tools, BackendSampler(respond, requests), receive)
+        run_agents(
+            tasks, self.config.tools, BackendSampler(partial(responses_of, self.model), requests), receive
+        )
 
     # -- guard ---------------------------------------------------------------------------------------------------------
 

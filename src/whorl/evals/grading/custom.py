@@ -25,33 +25,28 @@ from whorl.evals.grading.grade import Grade
 from whorl.machine.process import Channel, Child
 from whorl.registry import import_attribute
 
-CALL_SECONDS = 10.0
+CALL_SECONDS = 10.0  # without the import before the first call
 START_SECONDS = 120.0  # including the function's imports
 _idle: list[tuple[tuple[Any, ...], Child]] = []  # between two batches, with the state of `_origin`
 
 
-def grade_in_process(
-    calls: Sequence[tuple[Any, ...]],
-    seconds: float = CALL_SECONDS,
-    start_seconds: float = START_SECONDS,
-) -> list[Grade]:
+def grade_in_process(calls: Sequence[tuple[Any, ...]]) -> list[Grade]:
     """Return the functions' grades, in order.
 
-    Args:
-        calls: (dotted path "module:function", gold answer, text, named arguments).
-        seconds: time limit of one call, without the import before the first.
-        start_seconds: time limit of starting the process and importing the function.
+    calls: (dotted path "module:function", gold answer, text, named arguments).
     """
     child: Child | None = None
     grades = []
     try:
         for path, *arguments in calls:
             child = child or _take_process()
-            grade = _call_with_timeout(child, (path, None), start_seconds)
+            grade = _call_with_timeout(child, (path, None), START_SECONDS)
             if grade is not None and not grade.failed:
-                grade = _call_with_timeout(child, (path, arguments), seconds)
+                grade = _call_with_timeout(child, (path, arguments), CALL_SECONDS)
             if grade is None:
-                grade = Grade.error(f"timeout: {path} took longer than {seconds:g} s, or ended its process")
+                grade = Grade.error(
+                    f"timeout: {path} took longer than {CALL_SECONDS:g} s, or ended its process"
+                )
                 child.kill()
                 child.channel.close()
                 child = None

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -33,25 +33,22 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, DataError, one_of, shorten
 from whorl.evals.judge import (
-    REMINDER,
-    SYSTEM,
     TEMPLATE,
     LengthControl,
-    Verdict,
+    Verdicts,
     cohen_kappa,
+    compare_pairs,
     control_length,
     lengthen,
-    parse_verdict,
 )
 from whorl.evals.kinds.kind import Answered, Kind, Metric, Round, Steps
-from whorl.evals.model.requests import Completion, GenerateRequest, Message, Missing, Request, Response
+from whorl.evals.model.requests import Completion, Response
 from whorl.evals.results import ItemResult, Outcome, TaskMeasure
 from whorl.evals.statistics.intervals import mean_interval
 from whorl.evals.tasks.records import Item
 
 JUDGE = "judge"  # role of the back end
 PREFERENCES = ("answer", "baseline", "tie")
-POINTS = {"A": 1.0, "tie": 0.5, "B": 0.0}  # of the answer that is shown first
 
 
 class JudgeOptions(BaseModel):
@@ -78,26 +75,6 @@ class JudgeOptions(BaseModel):
     )
 
 
-@dataclass
-class Verdicts:
-    """Replies of the judge on one pair, in both orders.
-
-    replies: of each order, the last one of each conversation last. reason: why a verdict is missing.
-    """
-
-    first: Verdict | None = None
-    second: Verdict | None = None
-    replies: list[str] = field(default_factory=list)
-    reason: str = ""
-
-    @property
-    def points(self) -> tuple[float, float] | None:
-        """(v_1, v_2) of the model's answer; None if a verdict is missing."""
-        if self.first is None or self.second is None:
-            return None
-        return POINTS[self.first], 1.0 - POINTS[self.second]
-
-
 @dataclass(frozen=True)
 class Judged:
     """Verdicts on an item. answer: of the model, or the fixed one. probe: longer copy against the original."""
@@ -106,11 +83,6 @@ class Judged:
     baseline: str
     pair: Verdicts
     probe: Verdicts | None = None
-
-    @property
-    def longer(self) -> int:
-        """Sign of the difference of the lengths, in characters."""
-        return (len(self.answer) > len(self.baseline)) - (len(self.answer) < len(self.baseline))
 
 
 class Judge(Kind):
@@ -193,7 +165,11 @@ class Judge(Kind):
             size = max(len(answer), len(baseline))
             if (longer := lengthen(shorter, size)) != shorter:
                 pairs.append((longer, shorter))
-        found = yield from self._ask(item, pairs)
+        question = str(self.template(item.variables, item.id))
+        found = yield from compare_pairs(
+            self._prompt, question, pairs, max_tokens=self.options.judge_tokens, retries=self.options.retries,
+            wrap=lambda requests: Round(requests, JUDGE),
+        )  # fmt: skip
         return Answered(item, responses, Judged(answer, baseline, found[0], *found[1:]))
 
     def _probe_items(self) -> frozenset[str]:
@@ -204,45 +180,6 @@ class Judge(Kind):
             )
             self._probed = frozenset(ids[: self.options.length_probes])
         return self._probed
-
-    def _ask(self, item: Item, pairs: Sequence[tuple[str, str]]) -> Any:
-        """Yield rounds of requests to the judge; return the verdicts of each pair."""
-        found = [Verdicts() for _ in pairs]
-        talks: dict[tuple[int, str], list[Message]] = {}
-        question = str(self.template(item.variables, item.id))
-        for number, pair in enumerate(pairs):
-            for order, shown in (("first", pair), ("second", pair[::-1])):
-                texts = {"question": question, "first": shown[0], "second": shown[1]}
-                prompt = self._prompt(texts, item.id)
-                talks[number, order] = [
-                    {"role": "system", "content": SYSTEM},
-                    {"role": "user", "content": prompt},
-                ]
-        for _ in range(1 + self.options.retries):
-            requests: list[Request] = [
-                GenerateRequest(tuple(talk), self.options.judge_tokens) for talk in talks.values()
-            ]
-            replies = yield Round(requests, JUDGE)
-            for (number, order), reply in zip(list(talks), replies, strict=True):
-                verdicts = found[number]
-                if not isinstance(reply, Completion):
-                    verdicts.reason = (
-                        f"the judge gave no reply: {reply.reason if isinstance(reply, Missing) else ''}"
-                    )
-                    del talks[number, order]
-                    continue
-                verdicts.replies.append(f"[{order}] {reply.text}")
-                if verdict := parse_verdict(reply.text):
-                    setattr(verdicts, order, verdict)
-                    del talks[number, order]
-                    continue
-                n = 1 + self.options.retries
-                verdicts.reason = f"the judge gave no verdict in {n} replies: {shorten(reply.text, 80)!r}"
-                said = {"role": "assistant", "content": reply.text or "(empty)"}
-                talks[number, order] += [said, {"role": "user", "content": REMINDER}]
-            if not talks:
-                break
-        return found
 
     # -- scores --------------------------------------------------------------------------------------------------------
 
@@ -270,7 +207,7 @@ class Judge(Kind):
             points = judged.pair.points or (math.nan, math.nan)
             probe = judged.probe.points if judged.probe else None
             wins.append(sum(points) / 2)
-            longer.append(judged.longer)
+            longer.append(_sign(len(judged.answer), len(judged.baseline)))
             probes.append(sum(probe) / 2 if probe else math.nan)
         return control_length(wins, longer, probes), {n: place for place, n in enumerate(own)}
 

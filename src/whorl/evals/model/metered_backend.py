@@ -24,12 +24,12 @@ from pathlib import Path
 
 import torch
 
-from whorl.evals.model.requests import Completion, ModelBackend, Request, Response, Score
+from whorl.evals.model.requests import Completion, ModelBackend, Request, Response, Score, WrappedBackend
 
 POWERCAP = Path("/sys/class/powercap")
 
 
-class MeteredBackend:
+class MeteredBackend(WrappedBackend):
     """See the top of this file.
 
     Args:
@@ -38,9 +38,8 @@ class MeteredBackend:
     """
 
     def __init__(self, backend: ModelBackend, *, local: bool = True, powercap: Path = POWERCAP) -> None:
-        self.backend, self.local = backend, local
-        self.name, self.address, self.max_length = backend.name, backend.address, backend.max_length
-        self.tokenizer = getattr(backend, "tokenizer", None)
+        super().__init__(backend)
+        self.local = local
         self.seconds, self.n_tokens, self.joules = 0.0, 0, 0.0
         self._counters: list[EnergyCounter] = []
         self.no_energy = "the model runs elsewhere"  # why there is no figure; "" if there is one
@@ -62,11 +61,6 @@ class MeteredBackend:
             self.seconds += time.perf_counter() - began
             for counter, start in zip(self._counters, before, strict=True):
                 self._add_energy(counter, start)
-
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each id; empty if the back end has none."""
-        texts: list[str] = getattr(self.backend, "token_texts", lambda _: [])(ids)
-        return texts
 
     def cost(self) -> dict[str, float]:
         """Return what was measured; empty if no request reached the model."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whorl.errors import ConfigError
 from whorl.evals.episodes.system_config import SystemConfig, read_system
 from whorl.evals.model.model_folder import find_model
+from whorl.evals.model.options import ModelOptions
 from whorl.evals.model.requests import ModelBackend
 from whorl.registry import Registry
 from whorl.store import user_path
 
-DEFAULT_TIMEOUT = 60.0  # seconds
-DEFAULT_CONCURRENCY = 16
 BACKENDS = Registry(
     "back end",
     {
@@ -23,43 +20,6 @@ BACKENDS = Registry(
         "system": "whorl.evals.episodes.system:SystemBackend",
     },
 )
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """How a model runs.
-
-    Attributes:
-        model_name: that requests to an endpoint state. tokenizer: folder of an endpoint's tokenizer; "" sends text.
-        dtype, batch_size, batch_invariant: of a local engine; see `EngineBackend.open`.
-        max_length: positions of a request at most; None for the model's own.
-        store: of artifacts.
-        name_option: the option of the command line that gives model_name, for messages.
-        timeout: seconds without a byte of an endpoint's answer before the attempt is given up.
-        concurrency: requests to an endpoint at once.
-
-    Raises:
-        ConfigError: timeout or concurrency is not above 0.
-    """
-
-    model_name: str = ""
-    tokenizer: str = ""
-    dtype: str = "float32"
-    batch_size: int = 64
-    batch_invariant: bool = False
-    max_length: int | None = None
-    store: str | None = None
-    name_option: str = "--model-name"
-    timeout: float = DEFAULT_TIMEOUT
-    concurrency: int = DEFAULT_CONCURRENCY
-
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout < math.inf:
-            raise ConfigError(f"the timeout is {self.timeout}", expected="seconds above 0, such as 60")
-        if self.concurrency < 1:
-            raise ConfigError(
-                f"the concurrency is {self.concurrency}", expected="requests at once, such as 16"
-            )
 
 
 def is_url(ref: str) -> bool:
@@ -80,10 +40,8 @@ def check_model(ref: str, options: ModelOptions) -> None:
 
 def _of_system(options: ModelOptions, system: SystemConfig) -> ModelOptions:
     """Return the options of a system's model: what its file states goes before the command line."""
-    return replace(
-        options, model_name=system.model_name or options.model_name,
-        timeout=system.timeout or options.timeout, concurrency=system.concurrency or options.concurrency,
-    )  # fmt: skip
+    stated = system.model_dump(include={"model_name", "timeout", "concurrency"})
+    return options.model_copy(update={name: value for name, value in stated.items() if value})
 
 
 def _check_named(ref: str, options: ModelOptions) -> None:

@@ -124,3 +124,24 @@ class ModelBackend(Protocol):
     def respond(self, requests: Sequence[Request], on_response: Callable[[int, Response], None]) -> None:
         """Call `on_response` once for each request with its index, in any order, as responses arrive."""
         ...
+
+
+def responses_of(backend: ModelBackend, requests: Sequence[Request]) -> list[Response]:
+    """Return the responses of a back end, in the order of the requests."""
+    found: list[Response] = [Missing("the back end gave no response")] * len(requests)
+    backend.respond(requests, found.__setitem__)
+    return found
+
+
+class WrappedBackend:
+    """The parts that a back end around another one takes from it."""
+
+    def __init__(self, backend: ModelBackend) -> None:
+        self.backend = backend
+        self.name, self.address, self.max_length = backend.name, backend.address, backend.max_length
+        self.tokenizer = getattr(backend, "tokenizer", None)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each id; empty if the back end has none."""
+        texts: list[str] = getattr(self.backend, "token_texts", lambda _: [])(ids)
+        return texts

@@ -22,7 +22,15 @@ from types import TracebackType
 from typing import Any
 
 from whorl.errors import DataError
-from whorl.evals.model.requests import Completion, Missing, ModelBackend, Request, Response, Score
+from whorl.evals.model.requests import (
+    Completion,
+    Missing,
+    ModelBackend,
+    Request,
+    Response,
+    Score,
+    WrappedBackend,
+)
 from whorl.store.address import canonical_json
 
 VERSION = 1
@@ -127,22 +135,16 @@ class ResponseCache:
         self.close()
 
 
-class CachedBackend:
+class CachedBackend(WrappedBackend):
     """A backend that answers from a cache what it can, and sends each other distinct request once.
 
     n_sent, n_cached: requests sent to the backend, and answered without it.
     """
 
     def __init__(self, backend: ModelBackend, cache: ResponseCache) -> None:
-        self.backend, self.cache = backend, cache
-        self.name, self.address, self.max_length = backend.name, backend.address, backend.max_length
-        self.tokenizer = getattr(backend, "tokenizer", None)
+        super().__init__(backend)
+        self.cache = cache
         self.n_sent = self.n_cached = 0
-
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each id; empty if the back end has none."""
-        texts: list[str] = getattr(self.backend, "token_texts", lambda _: [])(ids)
-        return texts
 
     def respond(self, requests: Sequence[Request], on_response: Callable[[int, Response], None]) -> None:
         """See `ModelBackend`. All responses are on disk when it returns."""
@@ -172,7 +174,5 @@ class CachedBackend:
 
 
 def _parse_response(content: dict[str, Any]) -> Response:
-    kind = content.pop("kind")
-    if kind == "Score":
-        return Score(**{**content, "ids": tuple(content["ids"]), "log_probs": tuple(content["log_probs"])})
-    return Completion(**{**content, "ids": tuple(content["ids"]), "log_probs": tuple(content["log_probs"])})
+    made = Score if content.pop("kind") == "Score" else Completion
+    return made(**{**content, "ids": tuple(content["ids"]), "log_probs": tuple(content["log_probs"])})

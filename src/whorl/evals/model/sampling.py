@@ -11,7 +11,7 @@ timing. So the same call returns the same completions on every engine, except fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -109,21 +109,17 @@ def sample_completions(
     max_tokens: int,
     stop_ids: frozenset[int],
     seed: int,
-    first_index: int = 0,
-    on_finished: Callable[[int], None] = lambda _: None,
 ) -> list[SampledCompletion]:
     """Return completions of `prompts`, in order.
 
-    Args:
-        seed: each completion has its own seed, derived from its index; first_index: index of the first.
-        on_finished: called with the number of completions that just ended.
+    seed: each completion has its own seed, derived from its index.
 
     Raises:
         ConfigError: a prompt is too long; its index is named.
     """
     own = sampling.temperature > 0  # a greedy completion needs no seed
     params = [
-        sampling.model_copy(update={"seed": derive(seed, first_index + n)}) if own else sampling
+        sampling.model_copy(update={"seed": derive(seed, n)}) if own else sampling
         for n in range(len(prompts))
     ]
     return [
@@ -133,7 +129,5 @@ def sample_completions(
             versions=[token.version for token in completion.tokens],
             finished=completion.finish_reason == "stop",
         )
-        for completion in engine.generate(
-            prompts, params, max_tokens=max_tokens, stop_ids=stop_ids, on_finished=on_finished
-        )
+        for completion in engine.generate(prompts, params, max_tokens=max_tokens, stop_ids=stop_ids)
     ]

@@ -50,7 +50,7 @@ def probabilities(log_likelihoods: Sequence[float]) -> list[float]:
 
 
 def calibration(
-    options: Sequence[Sequence[float]], gold: Sequence[int], n_bins: int = 10, *, seed: int = 0
+    options: Sequence[Sequence[float]], gold: Sequence[int], n_bins: int = 10
 ) -> CalibrationFigures:
     """Return the calibration of choices.
 
@@ -58,7 +58,6 @@ def calibration(
         options: [items][options], probabilities that sum to 1; the number of options may differ.
         gold: [items], index of the right option.
         n_bins: of equal width in confidence.
-        seed: of the simulation behind expected_ece.
     """
     confidence = np.array([max(row) for row in options])
     correct = np.array(
@@ -68,7 +67,7 @@ def calibration(
     # Items of equal confidence share a bin of equal counts.
     rank = np.searchsorted(np.sort(confidence), confidence, side="left")
     equal_counts = np.minimum(rank * n_bins // len(confidence), n_bins - 1).astype(np.int64)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     simulated = [
         ece(confidence, (rng.random(len(confidence)) < confidence).astype(float), bins) for _ in range(100)
     ]

@@ -136,7 +136,6 @@ def compare(
     metric: str,
     *,
     margin: float = 0.0,
-    level: float = 0.95,
     worst: float = 0.0,
     best: float = 1.0,
 ) -> Comparison:
@@ -157,7 +156,7 @@ def compare(
         raise DataError(f"no item has a value of {metric} from both models", expected="at least one")
     used = [name for name, ok in zip(clusters, both, strict=True) if ok]
     shares = best - worst == 1
-    paired = paired_difference(first[both], second[both], used, level=level, shares=shares)
+    paired = paired_difference(first[both], second[both], used, shares=shares)
     verdict = verdict_of(paired.low, paired.high, margin)
     lowest, highest = (
         float((np.where(np.isfinite(first), first, x) - np.where(np.isfinite(second), second, y)).mean())

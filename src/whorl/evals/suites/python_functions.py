@@ -26,6 +26,7 @@ from hashlib import blake2b
 from whorl.evals.grading.programs import parse_or_none as parse_or_none
 
 SourceText = tuple[str, str]  # (path, text)
+MIN_DOCSTRING = 20  # characters
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,6 @@ def extract_functions(
     files: Iterable[SourceText],
     *,
     seed: int = 0,
-    min_docstring: int = 20,
     body_bytes: tuple[int, int] = (20, 800),
     header_bytes: int = 1600,
     skipped: Counter[str] | None = None,
@@ -86,7 +86,6 @@ def extract_functions(
 
     Args:
         files: (path, text) pairs.
-        min_docstring: least number of characters.
         body_bytes: least and largest size of the body; header_bytes: largest size of the header.
         skipped: counts of skipped functions by reason.
     """
@@ -103,7 +102,7 @@ def extract_functions(
             result = _split_function(path, lines, node, id(node) in top)
             if isinstance(result, str):
                 skipped[result] += 1
-            elif len(result.docstring) < min_docstring:
+            elif len(result.docstring) < MIN_DOCSTRING:
                 skipped["short_docstring"] += 1
             elif len(result.header.encode()) > header_bytes:
                 skipped["long_header"] += 1

@@ -165,8 +165,8 @@ def _load_file(path: Path, inputs: SuiteInputs, sources: TaskSources) -> list[Ev
         raise settings_error(error.errors()[0], str(path), SuiteConfig, "correct the suite file") from error
     configs = [_configured(each, path) for each in suite.tasks]
     _check_sources(sources, [config.name for config in configs])
-    limits = [_least(each.limit, inputs.limit) for each in suite.tasks]
-    return [sources.load(config, limit) for config, limit in zip(configs, limits, strict=True)]
+    limits = [[n for n in (each.limit, inputs.limit) if n is not None] for each in suite.tasks]
+    return [sources.load(config, min(n, default=None)) for config, n in zip(configs, limits, strict=True)]
 
 
 def _configured(each: SuiteTask, path: Path) -> TaskConfig:
@@ -191,7 +191,3 @@ def _check_sources(sources: TaskSources, names: Sequence[str]) -> None:
                 f"one path of data is given for {len(names)} tasks", expected="NAME=PATH for each",
                 do=f"for example --data {names[0]}=FILE",
             )  # fmt: skip
-
-
-def _least(*limits: int | None) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)

@@ -32,13 +32,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from whorl.errors import ConfigError, settings_error
 
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 CORRECT_TASK = "correct the task file; docs/evals.md lists the settings"
-Paths = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Paths = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
 
 
 class TaskData(BaseModel):

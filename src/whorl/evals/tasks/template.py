@@ -20,15 +20,13 @@ RESERVED = "item"  # id, gold, choices, letters and fields of the item
 SHOWN_FIELDS = 20
 
 
-def _regex_replace(text: str, pattern: str, replacement: str, count: int = 0) -> str:
-    return re.sub(pattern, replacement, text, count=count)
-
-
 @cache
 def environment() -> BoundedEnvironment:
     """Return the environment of all templates."""
     made = BoundedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-    made.filters["regex_replace"] = _regex_replace  # as in lm-evaluation-harness
+    made.filters["regex_replace"] = lambda text, pattern, new, count=0: re.sub(  # as in lm-evaluation-harness
+        pattern, new, text, count=count
+    )
     return made
 
 
