@@ -3,7 +3,7 @@
 python bench/generative/densities.py                       # five seeds each; about half an hour on 2 cores
 python bench/generative/densities.py --only flow-8-gaussians --seeds 2
 
-`critic` trains the critic of a GAN with a penalty of 10 against an untrained generator, which stays as it is. The value of
+`critic` trains the critic of a GAN with a penalty of 10 against an untrained generator, which does not change. The value of
 its objective is compared with the exact W_1 of the same held-out rows and samples.
 """
 
