@@ -42,6 +42,9 @@ def test_model_of_digits_has_measures_and_a_lineage(trained: Path) -> None:
     frechet = saved["measures"][names.index("Frechet")]
     assert frechet["value"] > frechet["floor"] > 0 and "classifier" in frechet["note"]
     assert [store.find(a).kind for a in found.parents.values()] == ["images", "vision"]
+    page = found.file("page.html").read_text()
+    assert all(view in page for view in ("Samples by step", "Interpolations", "Guidance against diversity"))
+    assert "Particles along the flow" in store.open("flow-25-gaussians").file("page.html").read_text()
 
 
 @pytest.mark.parametrize("data", ["digits", "glyphs", "shapes", "scenes"])

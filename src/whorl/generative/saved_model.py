@@ -45,6 +45,16 @@ class SavedMeasures(BaseModel):
     measures: tuple[SampleMeasure, ...]
     diagnosis: dict[str, float] = {}
 
+    @property
+    def title(self) -> str:
+        return f"{self.method} on {self.data}"
+
+    @property
+    def headline(self) -> str:
+        """The first distance and the diagnosis."""
+        first = [f"{m.name} distance {m.value:.3f} (real data {m.floor:.3f})" for m in self.measures[:1]]
+        return "; ".join([*first, *(f"{name} {value:.3g}" for name, value in self.diagnosis.items())])
+
 
 class _Saved(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -53,12 +63,13 @@ class _Saved(BaseModel):
     data: DataInfo
 
 
-def save_generative(folder: Path, method: GenerativeMethod, networks: Any) -> None:
-    """Write `model.json` and `model.safetensors`."""
+def save_generative(folder: Path, method: GenerativeMethod, networks: Any, measures: SavedMeasures) -> None:
+    """Write the files of a model."""
     saved = _Saved(settings=method.config.model_dump(mode="json"), data=method.info)
     (folder / "model.json").write_text(saved.model_dump_json(indent=1) + "\n")
     weights = {name: t.detach().cpu().contiguous().clone() for name, t in networks.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "measures.json").write_text(measures.model_dump_json(indent=1) + "\n")
 
 
 def load_generative(artifact: Artifact, device: str = "cpu") -> tuple[GenerativeMethod, Any]:

@@ -5,21 +5,28 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from whorl.data.images import Pixels
-from whorl.generative.data import DataInfo
+from whorl.generative.data import Data
 from whorl.generative.measures import SampleMeasure
 from whorl.generative.pictures import draw_rows, encode_png
 from whorl.generative.saved_model import SavedMeasures
+from whorl.generative.trained import SHOWN, Findings
+from whorl.generative.views import GuidanceFigure
 from whorl.report.blocks import Block, Card, Cell, Column, Facts, Image, StepReport, Table
 from whorl.report.data import ReportData
 
 FLOOR = "Real: training rows against the same held-out rows, in groups of the same size."
 
 
-def model_report(title: str, saved: SavedMeasures, drawn: Tensor, real: Tensor, info: DataInfo) -> StepReport:
-    """Return the blocks of one model. drawn, real: rows [N, *shape] that are shown."""
+def model_report(found: Findings, data: Data) -> StepReport:
+    """Return the blocks of one model."""
+    saved, title = found.saved, found.saved.title
+    n = SHOWN if data.info.is_pictures or not saved.measures else len(found.drawn)
+    drawn, real = found.drawn[:n], data.test[:n]
+    heading, what = "Samples", "samples of the model"
+    if not saved.measures:
+        heading, what = "Reconstructions", "held-out rows, decoded"
+    unseen = f"{len(real):,} rows that were not trained on."
     facts = [
         ("parameters", f"{saved.parameters:,}"),
         ("steps", f"{saved.steps:,}"),
@@ -27,15 +34,10 @@ def model_report(title: str, saved: SavedMeasures, drawn: Tensor, real: Tensor, 
         ("seconds per 1,000 samples", f"{saved.sample_seconds:.2f}"),
         *((name, f"{value:.3g}") for name, value in saved.diagnosis.items()),
     ]
-    shown = (
-        ("Samples", "samples of the model")
-        if saved.measures
-        else ("Reconstructions", "held-out rows, decoded")
-    )
     report = StepReport(
         blocks=[
-            picture_block(title, shown[0], draw_rows(drawn, info), f"{len(drawn):,} {shown[1]}."),
-            picture_block(title, "Held-out data", draw_rows(real, info), f"{len(real):,} rows that were not trained on."),
+            picture_block(title, heading, draw_rows(drawn, data.info), f"{len(drawn):,} {what}."),
+            picture_block(title, "Held-out data", draw_rows(real, data.info), unseen),
             Facts(section=title, rows=facts),
         ]
     )  # fmt: skip
@@ -43,7 +45,23 @@ def model_report(title: str, saved: SavedMeasures, drawn: Tensor, real: Tensor, 
         more = f"real data {_number(first.floor)}"
         report.cards.append(Card(label=first.name.capitalize(), value=_number(first.value), more=more))
         report.blocks.append(measures_table(title, saved.measures))
+    for view in found.views:
+        report.blocks.append(picture_block(title, view.title, view.pixels, view.note))
+        if view.figures:
+            report.blocks.append(guidance_table(title, view.figures))
     return report
+
+
+def guidance_table(section: str, figures: Sequence[GuidanceFigure]) -> Table:
+    """Return one row per guidance, and one of real data."""
+    names = "Share recognised", "Distance within a class"
+    return Table(
+        section=section,
+        note="Share of the rows that the classifier puts into their class; mean distance between its features of two rows "
+        "of a class.",
+        columns=[Column(name=""), *(Column(name=name, number=True) for name in names)],
+        rows=[[f.name, f"{f.recognised:.0%}", f"{f.distance:.3f}"] for f in figures],
+    )
 
 
 def picture_block(section: str, title: str, pixels: Pixels, note: str) -> Image:

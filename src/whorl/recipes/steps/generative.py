@@ -11,7 +11,6 @@ Without images, `density` names a known density of the plane.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +25,6 @@ from whorl.train.config import RunConfig
 if TYPE_CHECKING:
     from whorl.generative.data import Data
     from whorl.generative.methods.method import GenerativeConfig
-
-SHOWN = 64  # samples of pictures on the page
 
 
 class GenerativeStepConfig(BaseModel):
@@ -68,13 +65,10 @@ def _with_preset(config: GenerativeStepConfig, store: object) -> GenerativeStepC
 )  # fmt: skip
 def generative(ctx: StepContext, config: GenerativeStepConfig) -> None:
     """Train a generative model, and measure its samples against held-out data."""
-    import torch
-
     from whorl.generative.features import PictureClassifier
-    from whorl.generative.measures import SampleMeasure, draw_measured, likelihoods, measure
-    from whorl.generative.methods.method import DrawOptions
-    from whorl.generative.saved_model import SavedMeasures, save_generative
+    from whorl.generative.saved_model import save_generative
     from whorl.generative.task import GenerativeTask
+    from whorl.generative.trained import examine
     from whorl.report.generative import model_report
     from whorl.train.rows import train_rows
 
@@ -88,43 +82,15 @@ def generative(ctx: StepContext, config: GenerativeStepConfig) -> None:
         ctx, f"{config.method} on {data.info.name}", partial(train_rows, task), total=task.steps,
         note=lambda m: f"loss {m['loss']:.3f}",
     )  # fmt: skip
-    task.networks.eval()
-    method, found, seconds = task.method, list[SampleMeasure](), 0.0
-    with torch.no_grad():
-        if method.has_samples:
-            began = time.monotonic()
-            with ctx.progress.task("Drawing samples"):
-                drawn = draw_measured(method, task.networks, data, DrawOptions(), config.seed)
-            seconds = (time.monotonic() - began) / len(drawn) * 1000
-            with ctx.progress.task("Measuring samples"):
-                found += [*measure(drawn, data, classifier), *likelihoods(method, task.networks, data)]
-        else:
-            drawn = method.reconstruct(task.networks, data.test[:SHOWN].to(ctx.machine.device)).cpu()
-        diagnosis = method.diagnose(task.networks, data)
-    saved = SavedMeasures(
-        method=config.method, data=data.info.name, fingerprint=data.info.fingerprint, shape=data.info.shape,
-        steps=task.steps, parameters=sum(p.numel() for p in task.networks.parameters()), seconds=result.seconds,
-        sample_seconds=seconds, measures=tuple(found),
-        diagnosis=diagnosis,
-    )  # fmt: skip
-    save_generative(ctx.out, method, task.networks)
-    (ctx.out / "measures.json").write_text(saved.model_dump_json(indent=1) + "\n")
-    shown = SHOWN if data.info.is_pictures or not found else len(drawn)
-    report = model_report(
-        f"{config.method} on {data.info.name}", saved, drawn[:shown], data.test[:shown], data.info
-    )
+    found = examine(task, classifier, result.seconds, ctx.progress)
+    saved = found.saved
+    save_generative(ctx.out, task.method, task.networks, saved)
+    report = model_report(found, data)
     ctx.report.cards += report.cards
     ctx.report.blocks[:0] = report.blocks
-    render(
-        ReportData(title=f"{config.method} on {data.info.name}", reports=[(ctx.name, ctx.report)]),
-        ctx.out / "page.html",
-    )
-    figures = [f"{name} {value:.3g}" for name, value in diagnosis.items()]
-    for first in found[:1]:
-        figures.insert(0, f"{first.name} distance {first.value:.3f} (real data {first.floor:.3f})")
-    ctx.summary.update(
-        measures={m.name: m.value for m in found}, seconds=result.seconds, headline="; ".join(figures)
-    )
+    render(ReportData(title=saved.title, reports=[(ctx.name, ctx.report)]), ctx.out / "page.html")
+    measures = {m.name: m.value for m in saved.measures}
+    ctx.summary.update(measures=measures, seconds=result.seconds, headline=saved.headline)
 
 
 def _open(ctx: StepContext, config: GenerativeStepConfig) -> Data:
