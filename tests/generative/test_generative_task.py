@@ -70,7 +70,8 @@ def test_resumed_run_has_the_same_bits(method: str, pictures: Data, tmp_path: Pa
         if step == 5:
             raise Stop
 
-    settings = {"network": "unet", "depth": 2} if method == "score" else {}
+    kinds = {"score": {"network": "unet", "depth": 2}, "ddpm": {"guidance": "classifier"}}
+    settings: dict[str, Any] = kinds.get(method, {})
     whole, parts = task_of(pictures, method, **settings), task_of(pictures, method, **settings)
     initial = {n: p.detach().clone() for n, p in whole.networks.named_parameters()}
     train_rows(whole)
@@ -138,6 +139,8 @@ def test_bad_input_is_refused(pictures: Data, tmp_path: Path) -> None:
         parse_config("ddpm", {"widht": 3})
     with pytest.raises(ConfigError, match="unknown method 'dppm'"):
         parse_config("dppm", {})
+    with pytest.raises(ConfigError, match="8-gaussians has no pictures with classes"):
+        task_of(open_data("8-gaussians"), guidance="classifier")
     task, rng = task_of(pictures), torch.Generator()
     with pytest.raises(ConfigError, match="no class 3"):
         task.method.sample(

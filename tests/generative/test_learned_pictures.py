@@ -59,6 +59,18 @@ def test_labels_decide_the_class_of_a_sample(method: str, settings: dict[str, An
     assert right > 0.85 and shares.min() > 0.1, (right, shares)  # by chance a third is right
 
 
+@pytest.mark.parametrize("method", ["ddpm", "score"])
+def test_classifier_leads_samples_to_a_class(method: str, pictures: Data) -> None:
+    task, labels = trained(pictures, method, guidance="classifier"), torch.arange(96) % 3
+    right = list[float]()
+    for guidance in (0.0, 1.0, 2.0):
+        options, rng = DrawOptions(labels=labels, guidance=guidance), torch.Generator().manual_seed(0)
+        drawn = task.method.sample(task.networks, 96, rng, options)
+        right.append(float((dark_side(drawn) == labels).double().mean()))
+    assert right[0] < 0.5 and right[1] > 0.75 and right[2] > 0.9, right  # by chance a third is right
+    assert task.method.diagnose(task.networks, pictures)["classifier_accuracy"] > 0.6  # at all times
+
+
 def test_unet_reaches_the_floor_of_real_pictures(pictures: Data) -> None:
     assert pictures.test_labels is not None
     assert torch.equal(dark_side(pictures.test), pictures.test_labels)

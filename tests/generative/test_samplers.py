@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError, WhorlError
+from whorl.generative.data import DataInfo
 from whorl.generative.densities import GaussianMixture
 from whorl.generative.likelihood import log_likelihood
+from whorl.generative.methods.registration import METHODS, parse_config
 from whorl.generative.samplers import Estimate, ancestral_step, clamp_data, ddim_step, draw, heun_step
 from whorl.objectives.generative.diffusion import CosineSchedule, GaussianPath, LinearBetas
 from whorl.objectives.generative.flow import StraightPath
@@ -88,6 +91,38 @@ def test_exact_scores_give_samples_of_the_mixture(path: GaussianPath, sampler: s
     centres = torch.stack([found[~right].mean(0), found[right].mean(0)])
     torch.testing.assert_close(centres, MIXTURE.means, atol=0.03, rtol=0)
     assert abs(float(found[right].std(0).mean()) - MIXTURE.std) < 0.03
+
+
+@pytest.mark.parametrize("name", ["ddpm", "flow", "score"])
+def test_guidance_by_an_exact_classifier_is_bayes_rule(name: str) -> None:
+    """Classes are the components: guidance 1 gives the estimates of one component, 0 those of the mixture."""
+
+    class Exact(METHODS[name]):  # type: ignore[misc]
+        def predict(self, networks: Any, x: Tensor, time: Tensor, labels: Tensor | None) -> Tensor:
+            found: Tensor = self.path.at(time, x).value(
+                self.prediction, *exact(self.path, MIXTURE)(x, time[0])
+            )
+            return found
+
+        def class_logits(self, networks: Any, x: Tensor, time: Tensor) -> Tensor:
+            point = self.path.at(time, x)
+            squares = (x[:, None] - point.a[:, None] * MIXTURE.means).square().sum(-1)
+            logits: Tensor = -squares / (2 * (point.a**2 * MIXTURE.std**2 + point.s**2))
+            return logits
+
+    info = DataInfo(name="two", shape=(2,), classes=("left", "right"), fingerprint="two")
+    method = Exact(parse_config(name, {"guidance": "classifier"}), info)
+    x, label = 2 * normal(64, 2), torch.ones(64, dtype=torch.long)
+    for t in (0.05, 0.3, 0.8):
+        of_all, of_class = (
+            exact(method.path, mixture)(x, t)
+            for mixture in (MIXTURE, GaussianMixture(MIXTURE.means[1:], 0.3))
+        )
+        for guidance in (0.0, 1.0, 2.5):
+            with torch.no_grad():
+                found = method.estimate(None, label, guidance)(x, t)
+            for one, a, b in zip(found, of_all, of_class, strict=True):
+                torch.testing.assert_close(one, a + guidance * (b - a), atol=1e-9, rtol=1e-7)
 
 
 def test_unknown_sampler_is_refused() -> None:

@@ -17,14 +17,14 @@ from pydantic import Field
 from torch import Tensor
 
 from whorl.generative.data import DataInfo
-from whorl.generative.methods.denoising import Denoising
-from whorl.generative.methods.method import ConditionalConfig, GenerativeConfig
+from whorl.generative.methods.denoising import Denoising, DenoisingConfig
+from whorl.generative.methods.method import GenerativeConfig
 from whorl.objectives.generative.diffusion import DIFFUSION_STEPS, SCHEDULES, denoising
 from whorl.objectives.next_token import Loss
 from whorl.train.learner.update import MicroBatch
 
 
-class DDPMConfig(ConditionalConfig):
+class DDPMConfig(DenoisingConfig):
     """Settings of DDPM."""
 
     method: Literal["ddpm"] = "ddpm"

@@ -11,15 +11,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from whorl.generative.methods.denoising import Denoising
-from whorl.generative.methods.method import ConditionalConfig, GenerativeConfig
+from whorl.generative.methods.denoising import Denoising, DenoisingConfig
+from whorl.generative.methods.method import GenerativeConfig
 from whorl.objectives.generative.diffusion import GaussianPath, Prediction
 from whorl.objectives.generative.flow import StraightPath, flow_matching, transport_pairs
 from whorl.objectives.next_token import Loss
 from whorl.train.learner.update import MicroBatch
 
 
-class FlowConfig(ConditionalConfig):
+class FlowConfig(DenoisingConfig):
     """Settings of flow matching."""
 
     method: Literal["flow"] = "flow"

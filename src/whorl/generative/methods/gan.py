@@ -84,7 +84,7 @@ class GAN(GenerativeMethod):
             generator=rng,
         )
         if self.info.is_pictures:
-            generating: nn.Module = self.make_denoiser(rng)
+            generating: nn.Module = self.make_denoiser(rng, self.n_classes)
         else:  # waves of the noise, as a denoiser of vectors has, make the map rough
             size = self.info.shape[0]
             generating = VectorCoder(size, size, c.width, c.depth, self.n_classes, rng)

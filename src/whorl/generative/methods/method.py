@@ -69,7 +69,7 @@ class DrawOptions:
     """How samples are drawn.
 
     steps, sampler: of methods that draw in steps; None for their defaults. labels: [n] classes; None for all of them.
-    guidance: strength of the class; 1 for none. record: receives each time and its x_t of methods that draw in steps.
+    guidance: strength of the class; 1 for its density. record: receives each time and its x_t of methods that draw in steps.
     """
 
     steps: int | None = None
@@ -103,12 +103,12 @@ class GenerativeMethod(ABC):
     def n_classes(self) -> int:
         return len(self.info.classes)
 
-    def make_denoiser(self, rng: torch.Generator) -> nn.Module:
+    def make_denoiser(self, rng: torch.Generator, n_classes: int) -> nn.Module:
         """Return a network (x [N, *shape], times [N], classes [N] or None) -> [N, *shape], as `config.network` has it."""
         c, shape = self.config, self.info.shape
         if not self.info.is_pictures:
-            return VectorDenoiser(shape[0], c.width, c.depth, self.n_classes, rng)
-        sizes = {"width": c.width, "depth": c.depth, "n_heads": c.n_heads, "n_classes": self.n_classes}
+            return VectorDenoiser(shape[0], c.width, c.depth, n_classes, rng)
+        sizes = {"width": c.width, "depth": c.depth, "n_heads": c.n_heads, "n_classes": n_classes}
         if c.network == "unet":
             return UNet(shape[1], shape[0], **sizes, generator=rng)
         return DiT(shape[1], shape[0], patch=c.patch, **sizes, generator=rng)
@@ -134,15 +134,15 @@ class GenerativeMethod(ABC):
 
     def updates(self, networks: nn.Module) -> Sequence[Update]:
         """Return the updates of a step, in order: by default one, AdamW on all parameters."""
+        return [self.adamw(networks, self.loss)]
+
+    def adamw(
+        self, networks: nn.Module, loss: Callable[[Any, MicroBatch], Loss], prefix: str | tuple[str, ...] = ""
+    ) -> Update:
+        """Return the update of a loss of (networks, batch): AdamW on the parameters with these name prefixes."""
         c = self.config
-        return [
-            Update(
-                partial(self.loss, networks),
-                all_adamw(networks, c.lr),
-                weight_decay=c.weight_decay,
-                eps=ADAM_EPS,
-            )
-        ]
+        own = all_adamw(networks, c.lr, prefix)
+        return Update(partial(loss, networks), own, weight_decay=c.weight_decay, eps=ADAM_EPS)
 
     def check_options(self, options: DrawOptions) -> None:
         """Raise ConfigError for options that have no effect on this method, and for classes that it does not have."""

@@ -15,15 +15,15 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from whorl.generative.data import DataInfo
-from whorl.generative.methods.denoising import Denoising
-from whorl.generative.methods.method import ConditionalConfig, GenerativeConfig
+from whorl.generative.methods.denoising import Denoising, DenoisingConfig
+from whorl.generative.methods.method import GenerativeConfig
 from whorl.objectives.generative.diffusion import Prediction
 from whorl.objectives.generative.score import VarianceExploding, score_matching
 from whorl.objectives.next_token import Loss
 from whorl.train.learner.update import MicroBatch
 
 
-class ScoreConfig(ConditionalConfig):
+class ScoreConfig(DenoisingConfig):
     """Settings of denoising score matching."""
 
     method: Literal["score"] = "score"

@@ -31,7 +31,6 @@ from whorl.objectives.generative import codes
 from whorl.objectives.generative.elbo import gaussian_log_prob
 from whorl.objectives.next_token import Loss, next_token
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
-from whorl.train.rows import ADAM_EPS
 
 
 class VQVAEConfig(ConditionalConfig):
@@ -150,17 +149,10 @@ class VQVAE(VAE):
         return Loss(loss.total, loss.count, {"prior": loss.metrics["nll"]})
 
     def updates(self, networks: nn.Module) -> Sequence[Update]:
-        c, optims = self.config, all_adamw(networks, self.config.lr)
-        own = {"prior": all_adamw(networks, c.lr, "prior."), "codes": {"moments": optims["moments"]}}
-        own["coders"] = {n: o for n, o in optims.items() if n not in {*own["prior"], *own["codes"]}}
-
-        def adamw(loss: Any, name: str) -> Update:
-            return Update(partial(loss, networks), own[name], weight_decay=c.weight_decay, eps=ADAM_EPS)
-
-        follow = Update(
-            partial(self.codes_loss, networks), own["codes"], clip_norm=math.inf, apply=self.move_codes
-        )
-        return [adamw(self.loss, "coders"), follow, adamw(self.prior_loss, "prior")]
+        coders = self.adamw(networks, self.loss, ("encoder.", "decoder.", "log_std"))
+        own = all_adamw(networks, self.config.lr, "moments")
+        follow = Update(partial(self.codes_loss, networks), own, clip_norm=math.inf, apply=self.move_codes)
+        return [coders, follow, self.adamw(networks, self.prior_loss, "prior.")]
 
     @property
     def noise_shape(self) -> tuple[int, ...]:

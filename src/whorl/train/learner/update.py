@@ -139,8 +139,8 @@ class Update:
         return [*(name for name in OPTIMIZERS if name in used), *sorted(used - set(OPTIMIZERS))]
 
 
-def all_adamw(networks: nn.Module, lr: float, prefix: str = "") -> dict[str, ParamOptim]:
-    """Return AdamW at one learning rate for every parameter with this name prefix; matrices may decay."""
+def all_adamw(networks: nn.Module, lr: float, prefix: str | tuple[str, ...] = "") -> dict[str, ParamOptim]:
+    """Return AdamW at one learning rate for every parameter with these name prefixes; matrices may decay."""
     decaying = decayed_parameters(networks)
     return {
         n: ParamOptim("adamw", lr, decay_scale=float(n in decaying))
