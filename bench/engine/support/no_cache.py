@@ -39,7 +39,7 @@ def generate_without_cache(
         yield token
         output.append(token.id)
         row.n_drawn += 1
-        forced = 0 if matcher is None or matcher.can_end else len(forced_prefix) - matcher.n_matched[-1]
+        forced = 0 if matcher is None or matcher.can_end else len(forced_prefix) - matcher.n_matched
         remaining -= not 0 < len(token_bytes[token.id]) <= forced if forced else 1
         if matcher:
             matcher.advance(token.id)

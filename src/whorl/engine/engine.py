@@ -246,7 +246,6 @@ class Engine:
         stop_ids: Collection[int] = (),
         forced_prefixes: SequenceABC[bytes] = (),
         top_log_probs: int = 0,
-        on_finished: Callable[[int], None] = lambda _: None,
     ) -> list[Generation]:
         """Return the completions of `prompts` (ids, at least one each), in order.
 
@@ -255,7 +254,6 @@ class Engine:
             max_tokens: the engine's room for a sequence may allow fewer.
             stop, stop_ids, top_log_probs: as in `Request`.
             forced_prefixes: one for each prompt, as in `Request`.
-            on_finished: called with the number of completions that just ended.
 
         Raises:
             ConfigError: the engine cannot serve a prompt; the index of one that is too long is named.
@@ -263,7 +261,7 @@ class Engine:
         self._n_generated += len(prompts)
         return generate(
             self, prompts, params, first_id=self._n_generated - len(prompts), max_tokens=max_tokens,
-            forced_prefixes=forced_prefixes, on_finished=on_finished, stop=tuple(stop), stop_ids=frozenset(stop_ids),
+            forced_prefixes=forced_prefixes, stop=tuple(stop), stop_ids=frozenset(stop_ids),
             top_log_probs=top_log_probs,
         )  # fmt: skip
 

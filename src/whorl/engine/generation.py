@@ -6,7 +6,7 @@ pages (`scheduler.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -70,7 +70,6 @@ def generate(
     first_id: int,
     max_tokens: int,
     forced_prefixes: Sequence[bytes],
-    on_finished: Callable[[int], None],
     **fields: Any,
 ) -> list[Generation]:
     """Return completions of `prompts`, in order; see `Engine.generate`. first_id: number in the first request's id."""
@@ -101,6 +100,4 @@ def generate(
         completion.tokens += delta.tokens
         completion.text += delta.text
         completion.finish_reason = delta.finish_reason
-        if delta.finish_reason is not None:
-            on_finished(1)
     return list(completions.values())

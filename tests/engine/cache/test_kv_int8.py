@@ -1,4 +1,4 @@
-"""The int8 KV cache: quantization per position, attention on codes, and the engine with such a cache."""
+"""The int8 KV cache: quantization per position, and the engine with such a cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.engine.parity import config, decoder, drain, expected, request
 from tests.support.models.transformer_shapes import made
 
-from whorl.engine.cache.kv_int8 import attend, attend_reference, bytes_per_token, dequantize_kv, quantize_kv
+from whorl.engine.cache.kv_int8 import dequantize_kv, quantize_kv
 from whorl.engine.engine import Engine
 from whorl.models import LanguageModel, Transformer
 from whorl.models.transformer_config import AttentionConfig
@@ -35,25 +35,6 @@ def test_quantize_kv_scales_each_position_and_head(seed: int, power: float) -> N
     assert torch.equal(one.codes, quantized.codes[1, 2, 3])
     assert torch.equal(one.scale, quantized.scale[1, 2, 3])
     assert not dequantize_kv(quantize_kv(torch.zeros(1, 4))).any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "n_kv"), [(4, 4), (6, 2)])
-def test_attend_matches_reference(heads: int, n_kv: int, dtype: torch.dtype) -> None:
-    q = normal(2, heads, 3, 16).to(dtype)
-    k, v = (quantize_kv(normal(2, n_kv, 9, 16, seed=s) * (1 + torch.arange(9.0))[:, None]) for s in (1, 2))
-    bias = torch.zeros(3, 9).masked_fill(torch.ones(3, 9).triu(7).bool(), float("-inf"))
-    for more in ({}, {"bias": bias, "scale": 0.25}):
-        want, found = attend_reference(q, k, v, **more), attend(q, k, v, **more)
-        assert found.dtype == dtype
-        error = (found.float() - want.float()).norm() / want.float().norm()
-        assert error < (1e-5 if dtype == torch.float32 else 0.02)
-
-
-def test_bytes_per_token_matches_tensors() -> None:
-    k = quantize_kv(normal(1, 2, 10, 64))
-    assert 2 * 3 * k.n_bytes == 10 * bytes_per_token(3, 2, 64)
-    assert bytes_per_token(3, 2, 64) < 0.54 * (2 * 3 * 2 * 64 * 2)
 
 
 HEADS_INT8 = AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=16, smear=True, qk_norm=True, window=9)

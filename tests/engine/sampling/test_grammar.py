@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from whorl.engine import Sampler, SamplerRow, SamplingParams
 from whorl.engine.request import Grammar
-from whorl.engine.sampling.forced_prefix import ForcedPrefix, LogitConstraint, Sequenced, SortedVocabulary
+from whorl.engine.sampling.forced_prefix import ForcedPrefix, LogitConstraint, SortedVocabulary
 from whorl.engine.sampling.grammar import CACHE_MB, GrammarCompiler, GrammarMatcher
 from whorl.errors import ConfigError, DataError
 
@@ -132,45 +132,6 @@ def test_mask_allows_exactly_valid_continuations(regex: str) -> None:
             if chosen == len(words) - 1:
                 break
             text += words[chosen]
-
-
-def matchers() -> list[LogitConstraint]:
-    schema = '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}'
-    return [
-        compiled(json_schema=schema),
-        compiled(regex="(a|ab|12)*x"),
-        ForcedPrefix(VOCABULARY, b"abab12  x"),
-        Sequenced(ForcedPrefix(VOCABULARY, b"a1", exact=True), compiled(regex="[0-9]{1,3}")),
-    ]
-
-
-@given(which=st.integers(0, 3), seed=st.integers(0, 10_000), steps=st.lists(st.integers(-3, 3), max_size=20))
-def test_rollback_and_copy_match_fresh_matcher(which: int, seed: int, steps: list[int]) -> None:
-    matcher, g = matchers()[which], np.random.default_rng(seed)
-    path: list[int] = []
-    for step in steps:
-        if step < 0:
-            back = min(-step, len(path))
-            matcher.rollback(back)
-            del path[len(path) - back :]
-        for _ in range(step):
-            if matcher.mask() is None:
-                break
-            twin = matcher.copy()
-            path.append(int(g.choice(sorted(allowed(matcher)))))
-            twin.advance(path[-1])
-            matcher, old = (twin, matcher) if g.random() < 0.5 else (matcher, twin)
-            if matcher is not twin:
-                matcher.advance(path[-1])
-            old.rollback(0)
-        fresh = matchers()[which]
-        for number in path:
-            fresh.advance(number)
-        assert (matcher.can_end, matcher.ended, matcher.failed) == (fresh.can_end, fresh.ended, fresh.failed)
-        if fresh.mask() is None:
-            assert matcher.mask() is None
-        else:
-            assert allowed(matcher) == allowed(fresh)
 
 
 BYTES = st.sampled_from([b"a", b"b", b"1", b"2", b"\xff", b"\xc3", b"\xa9"])

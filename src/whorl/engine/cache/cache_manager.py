@@ -69,7 +69,10 @@ class KVCacheManager:
     def acquire_prefix(self, sequence: Sequence) -> int:
         """Reference the pages of the longest cached prefix; returns its positions, 0 or whole pages."""
         sequence.pages, sequence.n_committed_pages = [[] for _ in self.groups], 0
-        n_found = self._longest_cached_prefix(sequence) if self.enable_prefix_caching else 0
+        n_found = 0
+        if self.enable_prefix_caching:
+            hashes = sequence.compute_page_hashes(self.page_size)[: self.max_cached_pages(sequence)]
+            n_found = self.longest_prefix(hashes)
         for group, pages in zip(self.groups, sequence.pages, strict=True):
             first = group.first_visible_page(n_found * self.page_size)
             pages += [EVICTED] * first
@@ -80,9 +83,8 @@ class KVCacheManager:
         sequence.n_computed = n_found * self.page_size
         return sequence.n_computed
 
-    def _longest_cached_prefix(self, sequence: Sequence) -> int:
-        """Pages of the longest prefix for which every group has the pages that it needs."""
-        hashes = sequence.compute_page_hashes(self.page_size)[: self.max_cached_pages(sequence)]
+    def longest_prefix(self, hashes: list[PageHash]) -> int:
+        """Pages of the longest prefix of `hashes` for which every group has the pages that it needs."""
         n_pages = len(hashes)
         for group in self.groups:
             if group.window is None:

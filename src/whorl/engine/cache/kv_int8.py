@@ -10,12 +10,11 @@ Attention need not dequantize, because a scale is a factor of a whole row:
 
     q . k[p] = (q . codes_k[p]) * scale_k[p]          sum_p w[p] v[p] = sum_p (w[p] * scale_v[p]) codes_v[p]
 
-`attend` computes the right-hand sides; `attend_reference` is the definition. `Int8KVPages` are the engine's pages
-(EngineConfig(kv_cache_dtype="int8")). The torch step dequantizes the pages it reads, since torch has no mixed int8 and
-float product; the native step multiplies the codes (engine/cpu/decode_attention.h). bench/models/quantization.py
-measures the cost in bits per byte.
+`Int8KVPages` are the engine's pages (EngineConfig(kv_cache_dtype="int8")). The native step multiplies the codes
+(engine/cpu/decode_attention.h). The torch step dequantizes the pages it reads, since torch has no mixed int8 and float
+product. bench/models/quantization.py measures the cost in bits per byte.
 
-Shapes: q [B, H, T, d]; codes [B, KV, S, d] int8; scales [B, KV, S] fp32; bias [.., T, S] added to the scores, or None.
+Shapes: codes [.., d] int8; scales [..] fp32.
 """
 
 from __future__ import annotations
@@ -35,10 +34,6 @@ class Int8KV(NamedTuple):
     codes: Tensor
     scale: Tensor
 
-    @property
-    def n_bytes(self) -> int:
-        return self.codes.nbytes + self.scale.nbytes
-
 
 def quantize_kv(t: Tensor) -> Int8KV:
     """Quantize keys or values [..., d]; each position and head is scaled by its largest magnitude."""
@@ -49,36 +44,6 @@ def quantize_kv(t: Tensor) -> Int8KV:
 def dequantize_kv(quantized: Int8KV, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return [..., d] as `dtype`."""
     return (quantized.codes.float() * quantized.scale[..., None]).to(dtype)
-
-
-def bytes_per_token(n_layers: int, n_kv_heads: int, head_dim: int) -> int:
-    """Bytes of keys and values of all layers per position."""
-    return 2 * n_layers * n_kv_heads * (head_dim + 4)
-
-
-def attend_reference(
-    q: Tensor, k: Int8KV, v: Int8KV, bias: Tensor | None = None, scale: float = 1.0
-) -> Tensor:
-    """Reference: dequantize, then attention in fp32; returns [B, H, T, d] in the dtype of q."""
-    group = q.shape[1] // k.codes.shape[1]
-    keys, values = (dequantize_kv(t).repeat_interleave(group, dim=1) for t in (k, v))
-    scores = scale * (q.float() @ keys.transpose(-1, -2))
-    weights = (scores if bias is None else scores + bias).softmax(-1)
-    return (weights @ values).to(q.dtype)
-
-
-def attend(q: Tensor, k: Int8KV, v: Int8KV, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """`attend_reference` with the scales applied after the products; codes are cast to the dtype of q, which is exact."""
-    batch, heads, length, d = q.shape
-    n_kv = k.codes.shape[1]
-    grouped = q.reshape(batch, n_kv, -1, d)  # [B, KV, group * T, d]
-    scores = (grouped @ k.codes.to(q.dtype).transpose(-1, -2)).float()
-    scores = (scores * (scale * k.scale)[:, :, None, :]).view(batch, heads, length, -1)
-    weights = (
-        (scores if bias is None else scores + bias).softmax(-1).view(batch, n_kv, heads // n_kv * length, -1)
-    )
-    mixed = (weights * v.scale[:, :, None, :]).to(q.dtype) @ v.codes.to(q.dtype)
-    return mixed.view(batch, heads, length, v.codes.shape[-1])
 
 
 class Int8KVPages(KVPages):

@@ -165,23 +165,7 @@ def import_pages(engine: Engine, block: KVBlock, max_pages: int | None = None) -
         pages_left -= len(pages)
         in_order = [page for page_hash in hashes[first:] if (page := pool.page_of(page_hash)) is not None]
         pool.release(in_order)
-    return _n_prefix_pages(engine, hashes) * engine.cache.page_size
-
-
-def _n_prefix_pages(engine: Engine, hashes: list[bytes]) -> int:
-    """Pages of the prefix that lets all groups continue after the last hash; else 0, or all before a gap."""
-    n_pages = len(hashes)
-    for group in engine.cache.groups:
-        if group.window is None:
-            n_pages = min(n_pages, len(group.pool.lookup(hashes)))
-    windows = [group for group in engine.cache.groups if group.window is not None]
-    while n_pages and any(
-        group.pool.page_of(hashes[page]) is None
-        for group in windows
-        for page in range(group.first_visible_page(n_pages * engine.cache.page_size), n_pages)
-    ):
-        n_pages -= 1
-    return n_pages
+    return engine.cache.longest_prefix(hashes) * engine.cache.page_size
 
 
 def _compatibility_fields(engine: Engine) -> dict[str, Any]:

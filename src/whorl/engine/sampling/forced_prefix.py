@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,14 +45,6 @@ class LogitConstraint(Protocol):
 
     def advance(self, token_id: int) -> None:
         """Advance by one id that the mask allows."""
-        ...
-
-    def rollback(self, count: int) -> None:
-        """Undo the last `count` ids."""
-        ...
-
-    def copy(self) -> Self:
-        """Return an independent copy in the same state."""
         ...
 
 
@@ -123,12 +115,12 @@ class ForcedPrefix:
 
     def __init__(self, vocabulary: SortedVocabulary, prefix: bytes, exact: bool = False) -> None:
         self.vocabulary, self.prefix, self.exact = vocabulary, prefix, exact
-        self.n_matched = [0]  # bytes of the prefix after each id
+        self.n_matched = 0  # bytes of the prefix
         self._cached_mask: tuple[int, TokenMask | None] = -1, None  # (bytes matched, mask at that point)
 
     @property
     def can_end(self) -> bool:
-        return self.n_matched[-1] >= len(self.prefix)
+        return self.n_matched >= len(self.prefix)
 
     @property
     def ended(self) -> bool:
@@ -137,33 +129,24 @@ class ForcedPrefix:
     @property
     def failed(self) -> str | None:
         mask = self.mask()
-        rest = self.prefix[self.n_matched[-1] :]
+        rest = self.prefix[self.n_matched :]
         return None if mask is None or mask.any() else f"no token begins {rest[:20]!r}"
 
     def mask(self) -> TokenMask | None:
         if self.can_end:
             return None
-        if self._cached_mask[0] != self.n_matched[-1]:
-            rest, v = self.prefix[self.n_matched[-1] :], self.vocabulary
+        if self._cached_mask[0] != self.n_matched:
+            rest, v = self.prefix[self.n_matched :], self.vocabulary
             allowed = np.zeros(v.vocab_size, np.bool_)
             allowed[v.ids_of_proper_prefixes(rest)] = True
             allowed[v.ids_of(rest) if self.exact else v.ids_with_prefix(rest)] = True
-            self._cached_mask = self.n_matched[-1], allowed
+            self._cached_mask = self.n_matched, allowed
         return self._cached_mask[1]
 
     def advance(self, token_id: int) -> None:
         token_bytes = self.vocabulary.token_bytes
         length = len(token_bytes[token_id]) if token_id < len(token_bytes) else 0
-        self.n_matched.append(min(self.n_matched[-1] + length, len(self.prefix)))
-
-    def rollback(self, count: int) -> None:
-        if count:
-            del self.n_matched[-count:]
-
-    def copy(self) -> ForcedPrefix:
-        copied = ForcedPrefix(self.vocabulary, self.prefix, self.exact)
-        copied.n_matched = list(self.n_matched)
-        return copied
+        self.n_matched = min(self.n_matched + length, len(self.prefix))
 
 
 class Sequenced:
@@ -171,7 +154,6 @@ class Sequenced:
 
     def __init__(self, first: ForcedPrefix, second: LogitConstraint) -> None:
         self.first, self.second = first, second
-        self.n_second = 0  # ids that `second` has received
 
     @property
     def can_end(self) -> bool:
@@ -189,19 +171,4 @@ class Sequenced:
         return self.second.mask() if self.first.can_end else self.first.mask()
 
     def advance(self, token_id: int) -> None:
-        if self.first.can_end:
-            self.second.advance(token_id)
-            self.n_second += 1
-        else:
-            self.first.advance(token_id)
-
-    def rollback(self, count: int) -> None:
-        back = min(count, self.n_second)
-        self.second.rollback(back)
-        self.n_second -= back
-        self.first.rollback(count - back)
-
-    def copy(self) -> Sequenced:
-        copied = Sequenced(self.first.copy(), self.second.copy())
-        copied.n_second = self.n_second
-        return copied
+        (self.second if self.first.can_end else self.first).advance(token_id)

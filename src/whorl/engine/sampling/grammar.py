@@ -121,7 +121,7 @@ class GrammarCompiler:
             self._kept.move_to_end(grammar)
             while sum(kept.megabytes for kept in self._kept.values()) > self._cache_mb:
                 self._kept.popitem(last=False)
-        matcher = GrammarMatcher(self, entry.state.deep_copy(), compiled=entry)
+        matcher = GrammarMatcher(self, entry.state.deep_copy(), entry)
         if matcher.failed is not None:
             # Copies share the library's lexer, which grows with every output up to a limit. The next call compiles it again.
             with self._lock:
@@ -158,12 +158,10 @@ class GrammarCompiler:
 class GrammarMatcher:
     """A position in a sentence of a grammar; a `LogitConstraint`. Made by `GrammarCompiler.compile`."""
 
-    def __init__(
-        self, compiler: GrammarCompiler, state: Any, n_end_ids: int = 0, compiled: Any = None
-    ) -> None:
+    def __init__(self, compiler: GrammarCompiler, state: Any, compiled: Any = None) -> None:
         self.compiler, self._state = compiler, state
         self._compiled = compiled  # not used, but found again by the compiler while a matcher lives
-        self._n_end_ids = n_end_ids  # end ids received: the library does not count them
+        self._n_end_ids = 0  # end ids received: the library does not count them
         self._failed: str | None = None
         self._mask: TokenMask | None = None  # cached mask of this position
 
@@ -224,17 +222,6 @@ class GrammarMatcher:
         if not allowed:
             raise DataError(f"the grammar does not allow the id {token_id} here")
         self._mask = None
-
-    def rollback(self, count: int) -> None:
-        """Undo the last `count` ids. A failed matcher stays failed."""
-        n_ends = min(count, self._n_end_ids)
-        self._n_end_ids -= n_ends
-        if count > n_ends:
-            self._state.rollback(count - n_ends)
-        self._mask = None
-
-    def copy(self) -> GrammarMatcher:
-        return GrammarMatcher(self.compiler, self._state.deep_copy(), self._n_end_ids, self._compiled)
 
 
 def compile_ahead(compile_grammar: Callable[[Grammar], Any], grammar: Grammar) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 class StopStringChecker:
     """Holds back bytes that may start a stop string.
 
-    matched: the stop string that ended the stream, or None. excluded: that string and what followed it in the same piece.
+    matched: the stop string that ended the stream, or None.
 
     Args:
         stop_strings: none empty (`Request` rejects an empty one).
@@ -26,20 +26,18 @@ class StopStringChecker:
         self.stop_strings = tuple(dict.fromkeys(stop_strings))
         self.pending = b""
         self.matched: bytes | None = None
-        self.excluded = b""
 
     def add(self, piece: bytes) -> bytes:
         """Return the bytes that may be shown after `piece`; nothing after a match."""
         if not self.stop_strings:
             return piece
         if self.matched is not None:
-            self.excluded += piece
             return b""
         text = self.pending + piece
         found = [(at + len(stop), at, stop) for stop in self.stop_strings if (at := text.find(stop)) >= 0]
         if found:
             _, at, self.matched = min(found)
-            self.pending, self.excluded = b"", text[at:]
+            self.pending = b""
             return text[:at]
         shown = len(text) - max(_overlap(text, stop) for stop in self.stop_strings)
         self.pending = text[shown:]

@@ -50,7 +50,6 @@ class DraftModel:
         max_num_seqs, max_model_len, page_size: as the engine's.
         kv_cache_tokens: positions in the cache; default: all sequences at full length.
         banned_ids: ids that are never sampled.
-        compile_native: as in `Engine`.
 
     Raises:
         ConfigError: the model has windows or recurrent states, which cannot be rolled back by a position.
@@ -68,7 +67,6 @@ class DraftModel:
         page_size: int = 32,
         kv_cache_tokens: int | None = None,
         banned_ids: SequenceABC[int] = (),
-        compile_native: bool = True,
     ) -> None:
         if not all(mixer.cache_spec().rolls_back for mixer in model.layer_mixers()):
             raise ConfigError(
@@ -79,9 +77,7 @@ class DraftModel:
         pages = max_num_seqs * -(-self.max_length // page_size)
         if kv_cache_tokens is not None:
             pages = min(pages, max(1, kv_cache_tokens // page_size))
-        self.runner = make_runner(
-            model, {None: pages}, page_size, max_num_seqs, self.max_length, compile_native=compile_native
-        )
+        self.runner = make_runner(model, {None: pages}, page_size, max_num_seqs, self.max_length)
         group = KVCacheGroup(None, BlockPool(pages, page_size))
         self.cache = KVCacheManager(
             [group], max_num_seqs, self.max_length, self.max_length, enable_prefix_caching=False
