@@ -141,6 +141,8 @@ def test_bad_input_is_refused(pictures: Data, tmp_path: Path) -> None:
         parse_config("dppm", {})
     with pytest.raises(ConfigError, match="8-gaussians has no pictures with classes"):
         task_of(open_data("8-gaussians"), guidance="classifier")
+    with pytest.raises(ConfigError, match="label_dropout has no effect with guidance=classifier"):
+        parse_config("flow", {"guidance": "classifier", "label_dropout": 0.2})
     task, rng = task_of(pictures), torch.Generator()
     with pytest.raises(ConfigError, match="no class 3"):
         task.method.sample(

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError
@@ -47,6 +47,15 @@ class DenoisingConfig(ConditionalConfig):
     guidance: Literal["free", "classifier"] = Field(
         default="free", description="to a class: by dropped labels, or by a classifier of noisy pictures"
     )
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> DenoisingConfig:
+        if (
+            self.guidance == "classifier"
+            and self.label_dropout != ConditionalConfig.model_fields["label_dropout"].default
+        ):
+            raise ValueError("label_dropout has no effect with guidance=classifier: leave it out")
+        return self
 
 
 class GuidedDenoiser(nn.Module):
