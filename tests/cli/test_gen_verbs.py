@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.support.cli import refuse, succeed
+from tests.support.images import encoded, half_dark
 
 from whorl.cli.jobs.gen import _recipe
+from whorl.data.images import ImageShape, decode_image
 from whorl.generative import measures
 from whorl.generative.methods.registration import METHODS
 from whorl.recipes import parse_recipe
@@ -30,6 +33,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         succeed(folder, "gen", "train", "ddpm", "25-gaussians", *QUICK, "--set", "schedule=linear")
         succeed(folder, "gen", "train", "flow", "digits", *QUICK, "--set", "n_heads=2")
         succeed(folder, "gen", "train", "ae", "25-gaussians", *QUICK)
+        succeed(folder, "gen", "train", "pix2pix", "digits", *QUICK, "--set", "n_heads=2")
+    (folder / "grey.png").write_bytes(encoded(half_dark(0, np.random.default_rng(0), size=20)))
+    (folder / "notes.png").write_text("no image")
     return folder
 
 
@@ -80,6 +86,18 @@ def test_sample_writes_a_picture(trained: Path) -> None:
     assert (trained / "a.png").read_bytes() != (trained / "c.png").read_bytes()
 
 
+def test_sample_decodes_a_picture(trained: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    words = ("gen", "sample", "pix2pix-digits", "--picture", "grey.png", "--out", "decoded.png")
+    assert "wrote decoded.png: 1 sample in" in succeed(trained, *words).stdout
+    found = np.asarray(image.open(trained / "decoded.png"))[:32, :64]
+    assert (found[:, 16:32] == 127).all() or (found[:, 16:32] == 128).all()  # hidden
+    shape = ImageShape(size=8, channels=1)
+    given = decode_image((trained / "grey.png").read_bytes(), shape)[:, :4, 0]
+    assert np.array_equal(found[::4, :16:4, 0], given)
+    assert np.ptp(found[:, 32:]) > 0
+
+
 def test_compare_prints_a_table_and_writes_a_page(trained: Path) -> None:
     printed = succeed(trained, "gen", "compare", "flow-25-gaussians", "ddpm-25-gaussians").stdout
     rows = [line.split()[0] for line in printed.splitlines() if line[:4] in ("flow", "ddpm", "real")]
@@ -102,7 +120,11 @@ def test_model_without_samples_shows_reconstructions(trained: Path) -> None:
         (("train", "flow", "glyph"), "did you mean 'glyphs'"),
         (("train", "flow", "photos"), "or a folder of pictures"),
         (("train", "ddpm", "8-gaussians", "--set", "prediction=w"), "ddpm: prediction is wrong: 'w'"),
-        (("sample", "ae-25-gaussians"), "no distribution of latents"),
+        (("sample", "ae-25-gaussians"), "no distribution to draw from"),
+        (("sample", "pix2pix-digits"), "give one with --picture"),
+        (("sample", "flow-digits", "--picture", "grey.png"), "flow decodes no pictures"),
+        (("sample", "ae-25-gaussians", "--picture", "grey.png"), "rows of 25-gaussians are no pictures"),
+        (("sample", "pix2pix-digits", "--picture", "grey.png", "--label", "7"), "leave out --steps"),
         (("compare", "ae-25-gaussians"), "draws no samples"),
         (("train", "flwo", "8-gaussians"), "unknown method 'flwo'"),
         (("train", "flow", "8-gaussians", "--set", "widht=3"), "did you mean 'width'"),
@@ -119,6 +141,12 @@ def test_model_without_samples_shows_reconstructions(trained: Path) -> None:
 )
 def test_gen_refuses(trained: Path, words: tuple[object, ...], message: str) -> None:
     assert message in refuse(trained, "gen", *words)
+
+
+@pytest.mark.parametrize(("file", "message"), [("notes.png", "not_an_image"), ("none.png", "No such file")])
+def test_broken_picture_is_named(trained: Path, file: str, message: str) -> None:
+    error = refuse(trained, "gen", "sample", "pix2pix-digits", "--picture", file, code=1)
+    assert file in error and message in error and "save the image again" in error
 
 
 def test_methods_are_listed_with_their_settings(tmp_path: Path) -> None:

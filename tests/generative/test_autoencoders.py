@@ -91,9 +91,11 @@ def test_pictures_are_reconstructed_and_drawn(method: str, pictures: Data) -> No
         "ae": {"reconstruction_mse"}, "vae": {"kl", "units", "collapsed_units"},
         "vqvae": {"code_perplexity", "codes_used"},
     }[method]  # fmt: skip
+    error = (task.method.reconstruct(task.networks, pictures.test) - pictures.test).square().mean()
+    assert float(error.detach()) < 0.8 * float(pictures.test.var(0).mean()), error
     rng = torch.Generator().manual_seed(0)
     if method == "ae":
-        with pytest.raises(ConfigError, match="ae has no distribution of latents"):
+        with pytest.raises(ConfigError, match="ae has no distribution to draw from"):
             task.method.sample(task.networks, 1, rng, DrawOptions())
         return
     draws = [

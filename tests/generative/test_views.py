@@ -118,6 +118,8 @@ def test_each_method_has_its_views(method: str, pictures: Data) -> None:
     wanted = [STEPS, ARCS, GUIDED] if method in ("ddpm", "score", "flow") else one_pass
     task, plane = task_of(pictures, method), open_data("ring")
     assert [v.title for v in views.make_views(task.method, task.networks, pictures, CLASSIFIER)] == wanted
+    if method == "pix2pix":  # of pictures alone
+        return
     task = task_of(plane, method)
     found = [*views.make_views(task.method, task.networks, plane, None)]
     assert [v.title for v in found] == (["Particles along the flow"] if GUIDED in wanted else [])

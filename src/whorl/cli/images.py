@@ -1,4 +1,4 @@
-"""Image models and image files of the verbs `classify`, `caption` and `embed`."""
+"""Image models and image files of the verbs `classify`, `caption`, `embed` and `gen sample`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from whorl.data.images import Pixels
+    from whorl.data.images import ImageShape, Pixels
     from whorl.store import Artifact
     from whorl.vision.model import VisionModel
 
@@ -37,7 +37,7 @@ def open_vision(found: Artifact) -> VisionModel:
     return model
 
 
-def read_files(files: Sequence[Path], model: VisionModel) -> tuple[list[Path], Pixels]:
+def read_files(files: Sequence[Path], shape: ImageShape) -> tuple[list[Path], Pixels]:
     """Return the readable files and their pixels uint8 [N, H, W, C]; the others are listed on standard error.
 
     Raises:
@@ -49,7 +49,6 @@ def read_files(files: Sequence[Path], model: VisionModel) -> tuple[list[Path], P
     from whorl.data.quarantine import BadRecordError
     from whorl.errors import DataError
 
-    shape = model.preprocessing.shape
     good: list[Path] = []
     pixels: list[Pixels] = []
     problems: list[str] = []

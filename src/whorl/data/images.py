@@ -23,6 +23,7 @@ from whorl.data.quarantine import BadRecordError
 from whorl.errors import ConfigError
 
 Pixels = NDArray[np.uint8]  # [H, W, C]
+Fit = Literal["crop", "pad", "stretch"]
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_PIXELS = 64_000_000  # 256 MB in four channels
 
@@ -37,7 +38,7 @@ class ImageShape(BaseModel):
 
     size: int = Field(ge=1, le=4096)
     channels: int = Field(ge=1)
-    fit: Literal["crop", "pad", "stretch"] = "crop"
+    fit: Fit = "crop"
     resample: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
 
     def check_channels(self, name: str) -> None:

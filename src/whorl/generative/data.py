@@ -13,8 +13,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from whorl.data.images import Pixels
-from whorl.errors import DataError
+from whorl.data.images import Fit, ImageShape, Pixels
+from whorl.errors import ConfigError, DataError
 from whorl.generative.densities import Density, make_density
 from whorl.tracking.seeds import generator
 from whorl.vision.image_set import ImageSet
@@ -32,10 +32,18 @@ class DataInfo(BaseModel):
     classes: tuple[str, ...] = ()
     limit: float = 1.0
     fingerprint: str
+    fit: Fit = "crop"
 
     @property
     def is_pictures(self) -> bool:
         return len(self.shape) == 3
+
+    @property
+    def image_shape(self) -> ImageShape:
+        """Return how image files become rows. Raises ConfigError: rows are no pictures."""
+        if not self.is_pictures:
+            raise ConfigError(f"rows of {self.name} are no pictures", do="leave out --picture")
+        return ImageShape(size=self.shape[1], channels=self.shape[0], fit=self.fit)
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ def _open_pictures(name: str, images: ImageSet) -> Data:
     shape = images.info.preprocessing.shape
     info = DataInfo(
         name=name, shape=(shape.channels, shape.size, shape.size), classes=images.classes,
-        fingerprint=images.info.fingerprint,
+        fingerprint=images.info.fingerprint, fit=shape.fit,
     )  # fmt: skip
     labels, test_labels = (
         None if split.labels is None else torch.from_numpy(split.labels) for split in (train, test)

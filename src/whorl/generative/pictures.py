@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whorl.data.images import Pixels
+from whorl.files import write_output
 from whorl.generative.data import DataInfo, to_pixels
 
 SIDE = 256  # of a histogram, in pixels
@@ -27,7 +29,7 @@ def grid(pictures: Pixels, columns: int = 0) -> Pixels:
     """Return a grid uint8 [H, W, 3] of pictures uint8 [N, h, w, C] with a gap, small ones enlarged."""
     n, height, width, channels = pictures.shape
     columns = columns or math.ceil(math.sqrt(n))
-    scale, lines = max(1, 32 // width), math.ceil(n / columns)
+    scale, lines = max(1, 32 // height), math.ceil(n / columns)
     shown = np.broadcast_to(pictures, (n, height, width, 3)) if channels == 1 else pictures
     shown = shown.repeat(scale, axis=1).repeat(scale, axis=2)
     height, width = height * scale + 2, width * scale + 2
@@ -47,6 +49,11 @@ def histogram(rows: Tensor, limit: float) -> Pixels:
     levels = F.interpolate(counts, scale_factor=4, mode="nearest")[0, 0].flip(0).sqrt()
     share = (levels / levels.max().clamp_min(1)).numpy()[..., None]
     return (share * INK + (1 - share) * PAPER).astype(np.uint8)
+
+
+def write_png(path: Path, pixels: Pixels) -> None:
+    """Write pixels uint8 [H, W, 3] to a file. Raises ConfigError: it cannot be written."""
+    write_output(path, encode_png(pixels))
 
 
 def encode_png(pixels: Pixels) -> bytes:

@@ -7,6 +7,7 @@ measures.json        `SavedMeasures`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +15,9 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load_file, save_file
 
-from whorl.data.images import Pixels
+from whorl.data.images import ImageShape, Pixels
 from whorl.errors import ConfigError, one_of
-from whorl.generative.data import DataInfo
+from whorl.generative.data import DataInfo, to_rows
 from whorl.generative.measures import SampleMeasure
 from whorl.generative.methods.method import DrawOptions, GenerativeMethod
 from whorl.generative.methods.registration import METHODS, parse_config
@@ -115,6 +116,22 @@ def draw_picture(
     with torch.no_grad():
         drawn = method.sample(networks, n, generator(seed, "samples"), options).cpu()
     return draw_rows(drawn, method.info)
+
+
+def decode_pictures(artifact: Artifact, read: Callable[[ImageShape], Pixels]) -> Pixels:
+    """Return pictures and, beside them, what a model decodes of them, as one picture uint8 [H, W, 3].
+
+    read: returns pixels uint8 [N, size, size, C] of a shape.
+
+    Raises:
+        ConfigError: the artifact is of another kind, or the model decodes no pictures.
+    """
+    machine = probe()
+    machine.apply()
+    method, networks = load_generative(artifact, machine.device)
+    rows = to_rows(read(method.info.image_shape)).to(machine.device)
+    with torch.no_grad():
+        return draw_rows(method.show(networks, rows).cpu(), method.info)
 
 
 def read_measures(artifact: Artifact) -> SavedMeasures:

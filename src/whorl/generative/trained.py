@@ -47,7 +47,7 @@ def examine(
         with progress.task("Measuring samples"):
             found += [*measure(drawn, data, classifier), *likelihoods(method, networks, data)]
     else:
-        drawn = method.reconstruct(networks, data.test[:SHOWN].to(task.device)).cpu()
+        drawn = method.show(networks, data.test[:SHOWN].to(task.device)).cpu()
     with progress.task("Drawing views"):
         views = (*make_views(method, networks, data, classifier),)
     saved = SavedMeasures(

@@ -1,4 +1,4 @@
-"""A critic of rows, vectors or pictures: one value per row, higher for data than for samples.
+"""A critic of rows, vectors or pictures: one value per row or patch, higher for data than for samples.
 
     h = layers(x),      D(x) = w . h,      D(x, y) = D(x) + class[y] . h
 
@@ -6,7 +6,7 @@ The layers are linear, or 3 x 3 convolutions that halve the sides down to 4; a l
 by sin and cos of its coordinates at FREQUENCIES: without them an MLP is slow to bend where modes are narrow (Tancik et al.
 2020, arXiv:2006.10739). The class enters by projection (Miyato & Koyama 2018, arXiv:1802.05637, eq. 3). No layer couples
 the rows of a batch: the gradient penalty needs D of a row to depend on that row alone. The last layer has no bias, because
-with the Wasserstein loss its gradient is 0.
+with the Wasserstein loss its gradient is 0. With `patches` it takes each place alone (Isola et al. 2017, arXiv:1611.07004).
 
 With `spectral`, every weight is divided by its largest singular value (Miyato et al. 2018, arXiv:1802.05957), a kernel as a
 matrix [c_out, c_in k k], and the features of a vector by their Lipschitz constant. D of a vector without classes then has
@@ -40,9 +40,7 @@ def largest_singular_value(weight: Tensor) -> Tensor:
         for _ in range(SQUARINGS):
             gram = gram / gram.norm().clamp_min(1e-30)
             gram = gram @ gram
-        vector = gram[
-            :, gram.norm(dim=0).argmax()
-        ]  # a multiple of the singular vector, up to the smaller ones
+        vector = gram[:, gram.norm(dim=0).argmax()]  # nearly a multiple of the singular vector
         if weight.shape[0] < weight.shape[1]:
             vector = weight.T @ vector
         right = F.normalize(vector, dim=0)
@@ -58,7 +56,7 @@ class SpectralNorm(nn.Module):
 
 
 class Critic(nn.Module):
-    """Map rows [B, *shape] and classes [B] to values [B].
+    """Map rows [B, *shape] and classes [B] to values [B], or with `patches` pictures to [B, places].
 
     Args:
         shape: [d], or [C, H, W] of pictures. width: units or channels. depth: layers before the last.
@@ -67,7 +65,7 @@ class Critic(nn.Module):
 
     def __init__(
         self, shape: Sequence[int], width: int, depth: int, n_classes: int = 0, *, spectral: bool = False,
-        generator: torch.Generator | None = None,
+        patches: bool = False, generator: torch.Generator | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.layers = nn.ModuleList()
@@ -85,7 +83,7 @@ class Critic(nn.Module):
                 side = layer.output_size(side)
             self.layers.append(layer)
             size = width
-        features = width * side**2
+        self.patches, features = patches, width * (1 if patches else side**2)
         self.head = Linear(features, 1, std=features**-0.5, generator=generator)
         table = torch.randn(n_classes, features, generator=generator) * features**-0.5
         self.classes = nn.Parameter(table) if n_classes else None
@@ -97,8 +95,8 @@ class Critic(nn.Module):
         h = self.feature_scale * wave_features(x, FREQUENCIES) if self.is_vector else x
         for layer in self.layers:
             h = F.leaky_relu(layer(h), LEAK)
-        h = h.flatten(1)
-        values: Tensor = self.head(h).squeeze(1)
+        h = h.flatten(2).transpose(1, 2) if self.patches else h.flatten(1)
+        values: Tensor = self.head(h).squeeze(-1)
         if self.classes is None or labels is None:
             return values
         return values + (F.embedding(labels, self.classes) * h).sum(1)

@@ -378,18 +378,13 @@ _GENERATIVE = [
         "Goodfellow et al. 2014, arXiv:1406.2661; Arjovsky et al. 2017, arXiv:1701.07875",
         _OBJECTIVES + "generative.adversarial",
     ),
+    (
+        "pix2pix",
+        "softplus(-D(c, y)) + l1 |x - y|, y = G(c), c a part of x; D as in gan, of patches",
+        "Isola et al. 2017, arXiv:1611.07004",
+        _OBJECTIVES + "generative.adversarial",
+    ),
 ]
 
-CATALOG: Mapping[str, ObjectiveInfo] = MappingProxyType(
-    {
-        row[0]: ObjectiveInfo(*row)
-        for row in (
-            *_LANGUAGE_MODEL,
-            *_DISTILLATION,
-            *_PREFERENCES,
-            *_POLICY_GRADIENTS,
-            *_ESTIMATORS,
-            *_GENERATIVE,
-        )
-    }
-)
+_ROWS = (*_LANGUAGE_MODEL, *_DISTILLATION, *_PREFERENCES, *_POLICY_GRADIENTS, *_ESTIMATORS, *_GENERATIVE)
+CATALOG: Mapping[str, ObjectiveInfo] = MappingProxyType({row[0]: ObjectiveInfo(*row) for row in _ROWS})

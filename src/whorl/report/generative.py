@@ -25,7 +25,7 @@ def model_report(found: Findings, data: Data) -> StepReport:
     drawn, real = found.drawn[:n], data.test[:n]
     heading, what = "Samples", "samples of the model"
     if not saved.measures:
-        heading, what = "Reconstructions", "held-out rows, decoded"
+        heading, what = "Reconstructions", "held-out rows, decoded; pictures beside what is given"
     unseen = f"{len(real):,} rows that were not trained on."
     facts = [
         ("parameters", f"{saved.parameters:,}"),

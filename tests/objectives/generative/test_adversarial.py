@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -31,6 +32,19 @@ def test_losses_have_the_published_values(kind: AdversarialLoss, critic: float, 
     found = critic_loss(kind, real, fake, torch.tensor([1.0, 2.0, 0.0]))
     assert float(found.total) == pytest.approx(3 * critic + 3) and float(found.count) == 3
     assert float(generator_loss(kind, fake).total) == pytest.approx(3 * generator)
+
+
+@pytest.mark.parametrize("kind", get_args(AdversarialLoss))
+def test_losses_of_patches_are_averaged(kind: AdversarialLoss) -> None:
+    real, fake = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    flat = critic_loss(kind, real.flatten(), fake.flatten())
+    found, generated = critic_loss(kind, real, fake), generator_loss(kind, fake)
+    assert float(found.count) == 3 == float(generated.count)
+    torch.testing.assert_close(found.total / 3, flat.total / 12)
+    torch.testing.assert_close(generated.total / 3, generator_loss(kind, fake.flatten()).total / 12)
+    w = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    penalty = slope_penalty(lambda z: z @ w, real[:, :2], fake[:, :2], torch.ones(3))
+    torch.testing.assert_close(penalty, torch.full((3,), 2.25))  # the slope of the mean of two patches: 2.5
 
 
 def test_best_discriminator_gives_the_jensen_shannon_divergence() -> None:

@@ -121,30 +121,45 @@ def sample(
     label: Annotated[str | None, typer.Option(help="Draw this class, by name; default: all.")] = None,
     guidance: Annotated[float, typer.Option(help="Strength of the class; 1 for none.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Decode this picture: ae, vae, vqvae or pix2pix.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Path of the PNG.")] = Path("samples.png"),
     store: StoreOption = None,
 ) -> None:
     """Draw samples of a generative model as a picture: a grid of pictures, or a histogram of the plane.
+
+    With --picture, it has what the model is given on the left and what it decodes on the right.
 
     Examples:
 
         whorl gen sample flow-digits --label 7 --guidance 2
 
         whorl gen sample ddpm-8-gaussians -n 20000 --steps 50 --sampler ddim --out histogram.png
+
+        whorl gen sample pix2pix-shapes --picture square.png --out completed.png
     """
     import time
 
-    from whorl.files import write_output
-    from whorl.generative.pictures import encode_png
-    from whorl.generative.saved_model import draw_picture
+    from whorl.cli.images import read_files
+    from whorl.errors import ConfigError
+    from whorl.generative.pictures import write_png
+    from whorl.generative.saved_model import decode_pictures, draw_picture
     from whorl.store import Store
 
     found, began = Store(store).open(artifact), time.monotonic()
-    drawn = draw_picture(
-        found, n, steps=steps, sampler=sampler, label=label, guidance=guidance, seed=seed
-    )  # fmt: skip
-    write_output(out, encode_png(drawn))
-    print(f"wrote {out}: {n:,} samples in {time.monotonic() - began:.1f} s")
+    if picture is None:
+        drawn = draw_picture(
+            found, n, steps=steps, sampler=sampler, label=label, guidance=guidance, seed=seed
+        )
+    elif (steps, sampler, label, guidance) != (None, None, None, 1):
+        raise ConfigError(
+            "--picture is decoded in one way", do="leave out --steps, --sampler, --label and --guidance"
+        )
+    else:
+        drawn, n = decode_pictures(found, lambda shape: read_files([picture], shape)[1]), 1
+    write_png(out, drawn)
+    print(f"wrote {out}: {n:,} sample{'s' * (n > 1)} in {time.monotonic() - began:.1f} s")
 
 
 def compare(
@@ -175,7 +190,9 @@ def compare(
     saved = [read_measures(artifact) for artifact in found]
     for artifact, other in zip(found, saved, strict=True):
         if not other.measures:
-            raise ConfigError(f"{artifact.name} draws no samples", expected="any model but those of ae")
+            raise ConfigError(
+                f"{artifact.name} draws no samples", expected="any model but those of ae and pix2pix"
+            )
         if other.fingerprint != saved[0].fingerprint:
             raise ConfigError(
                 f"{artifact.name} is a model of {other.data}, and {found[0].name} of {saved[0].data}",

@@ -28,6 +28,6 @@ def caption(
 
     model = open_vision(Store(store).open(artifact))
     model.check_captioner()
-    good, pixels = read_files(files, model)
+    good, pixels = read_files(files, model.preprocessing.shape)
     for path, text in zip(good, model.caption(pixels), strict=True):
         print(f"{path}: {text}" if len(files) > 1 else text)

@@ -59,7 +59,7 @@ def classify(
     else:
         model = open_vision(found)
         model.check_labels(names)
-        good, pixels = read_files(files, model)
+        good, pixels = read_files(files, model.preprocessing.shape)
         classes, probabilities = model.classify(pixels, names, template)
     for path, row in zip(good, probabilities, strict=True):
         print(path)

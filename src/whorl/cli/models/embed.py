@@ -150,7 +150,7 @@ class _Images:
         """Raises DataError: no file is an image."""
         from whorl.cli.images import read_files
 
-        good, pixels = read_files(self.files, self.model)
+        good, pixels = read_files(self.files, self.model.preprocessing.shape)
         yield [({"file": str(path)}, b"") for path in good], self.model.embed(pixels)
 
 

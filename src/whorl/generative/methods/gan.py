@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -33,6 +33,7 @@ from whorl.objectives.generative.adversarial import (
     AdversarialLoss,
     critic_loss,
     generator_loss,
+    row_means,
     slope_penalty,
 )
 from whorl.objectives.next_token import Loss
@@ -40,25 +41,23 @@ from whorl.tracking.seeds import generator
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
 
 DIAGNOSED = 1000  # held-out rows, and as many samples
+Lipschitz = Literal["none", "clip", "penalty", "spectral"]
 BETAS = (0.5, 0.9)  # of AdamW (arXiv:1704.00028, appendix F)
 
 
-class GANConfig(GenerativeConfig):
-    """Settings of a GAN."""
+class CriticConfig(GenerativeConfig):
+    """Settings of methods with a critic."""
 
-    method: Literal["gan"] = "gan"
     steps: int = Field(default=5000, ge=1, description="of the critic")
     lr: float = Field(default=1e-3, gt=0, description="peak learning rate")
     loss: AdversarialLoss = Field(default="wasserstein", description="of critic and generator")
-    lipschitz: Literal["none", "clip", "penalty", "spectral"] = Field(
-        default="penalty", description="bound on the critic's slope"
-    )
+    lipschitz: Lipschitz = Field(default="penalty", description="bound on the critic's slope")
     penalty: float = Field(default=1.0, ge=0, description="weight of the slope's penalty")
     clip: float = Field(default=0.05, gt=0, description="largest weight of the critic, for lipschitz=clip")
     critic_steps: int = Field(default=2, ge=1, description="steps of the critic per step of the generator")
 
     @model_validator(mode="after")
-    def _bounded(self) -> GANConfig:
+    def _bounded(self) -> Self:
         if self.loss == "wasserstein" and self.lipschitz == "none":
             raise ValueError(
                 "loss=wasserstein needs lipschitz=clip, penalty or spectral: it has no least value"
@@ -66,11 +65,17 @@ class GANConfig(GenerativeConfig):
         return self
 
 
+class GANConfig(CriticConfig):
+    """Settings of a GAN."""
+
+    method: Literal["gan"] = "gan"
+
+
 class GAN(GenerativeMethod):
     Config: ClassVar[type[GenerativeConfig]] = GANConfig
-    config: GANConfig
+    config: CriticConfig
 
-    def __init__(self, config: GANConfig, info: DataInfo) -> None:
+    def __init__(self, config: CriticConfig, info: DataInfo) -> None:
         super().__init__(config, info)
 
     def make_networks(self, rng: torch.Generator) -> nn.Module:
@@ -108,9 +113,9 @@ class GAN(GenerativeMethod):
 
     def loss(self, networks: Any, batch: MicroBatch) -> Loss:
         """Return the critic's loss."""
-        c, real, labels = self.config, batch["data"], batch.get("labels")
+        c, real, labels = self.config, self.seen(batch["data"], batch), batch.get("labels")
         with torch.no_grad():
-            fake = self.generate(networks, batch["noise"], labels)
+            fake = self.seen(self.generate(networks, batch["noise"], labels), batch)
         twice = None if labels is None else labels.repeat(2)
         of_real, of_fake = networks["critic"](torch.cat([real, fake]), twice).chunk(2)
         penalty = None
@@ -122,8 +127,12 @@ class GAN(GenerativeMethod):
 
     def generator_loss(self, networks: Any, batch: MicroBatch) -> Loss:
         labels = batch.get("labels")
-        fake = self.generate(networks, batch["noise"], labels)
+        fake = self.seen(self.generate(networks, batch["noise"], labels), batch)
         return generator_loss(self.config.loss, networks["critic"](fake, labels))
+
+    def seen(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        """Return the critic's input for data or samples x [N, *shape] of a batch."""
+        return x
 
     def generate(self, networks: Any, noise: Tensor, labels: Tensor | None) -> Tensor:
         """Return samples [N, *shape] of noise [N, *shape] and classes [N]."""
@@ -154,8 +163,8 @@ class GAN(GenerativeMethod):
         batch = {name: t.to(device) for name, t in {"data": rows, **draws}.items()}
         with torch.no_grad():
             classes = batch.get("labels")
-            real = networks["critic"](batch["data"], classes)
-            fake = networks["critic"](self.generate(networks, batch["noise"], classes), classes)
+            both = batch["data"], self.generate(networks, batch["noise"], classes)
+            real, fake = (row_means(networks["critic"](self.seen(x, batch), classes)) for x in both)
             found = {"critic_accuracy": float((real[:, None] > fake).double().mean())}
             if c.loss == "wasserstein" and c.lipschitz != "clip":
                 loss = self.loss(networks, batch)

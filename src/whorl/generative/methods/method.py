@@ -190,9 +190,16 @@ class GenerativeMethod(ABC):
         noise = torch.randn(n, *self.noise_shape, generator=rng).to(next(networks.parameters()).device)
         return self.from_noise(networks, noise, rng, options)
 
-    @abstractmethod
     def from_noise(self, networks: Any, noise: Tensor, rng: torch.Generator, options: DrawOptions) -> Tensor:
-        """Return samples [N, *shape] of standard normal noise [N, *noise_shape]; rng: of what is drawn after it."""
+        """Return samples [N, *shape] of standard normal noise [N, *noise_shape]; rng: of what is drawn after it.
+
+        Raises:
+            ConfigError: the method has no samples.
+        """
+        raise ConfigError(
+            f"{self.config.method} has no distribution to draw from", expected="a picture that it decodes",
+            do="give one with --picture, or train vae, vqvae, gan, ddpm, score or flow",
+        )  # fmt: skip
 
     def log_likelihood(self, networks: Any, x: Tensor) -> Tensor:
         """Return log-densities [N] in nats of x [N, *shape], or lower bounds of them (`likelihood`).
@@ -211,4 +218,16 @@ class GenerativeMethod(ABC):
 
     def reconstruct(self, networks: Any, x: Tensor) -> Tensor:
         """Return rows x [N, *shape] as the model decodes them. Raises ConfigError: the method does not encode rows."""
-        raise ConfigError(f"{self.config.method} reconstructs no rows", expected="ae")
+        raise ConfigError(
+            f"{self.config.method} decodes no pictures", expected="a model of ae, vae, vqvae or pix2pix",
+            do="leave out --picture: it draws samples",
+        )  # fmt: skip
+
+    def condition(self, x: Tensor) -> Tensor:
+        """Return what `reconstruct` sees of rows x [N, *shape]."""
+        return x
+
+    def show(self, networks: Any, x: Tensor) -> Tensor:
+        """Return `reconstruct`; pictures [N, C, H, 2 W] with what it sees on the left."""
+        found = self.reconstruct(networks, x)
+        return torch.cat([self.condition(x), found], 3) if self.info.is_pictures else found

@@ -11,12 +11,13 @@ from whorl.generative.methods.ddpm import DDPM
 from whorl.generative.methods.flow import Flow
 from whorl.generative.methods.gan import GAN
 from whorl.generative.methods.method import GenerativeConfig, GenerativeMethod
+from whorl.generative.methods.pix2pix import Pix2Pix
 from whorl.generative.methods.score import ScoreMatching
 from whorl.generative.methods.vae import AE, VAE
 from whorl.generative.methods.vqvae import VQVAE
 
 METHODS: dict[str, type[GenerativeMethod]] = {
-    "ae": AE, "vae": VAE, "vqvae": VQVAE, "gan": GAN,
+    "ae": AE, "vae": VAE, "vqvae": VQVAE, "gan": GAN, "pix2pix": Pix2Pix,
     "ddpm": DDPM, "score": ScoreMatching, "flow": Flow,
 }  # fmt: skip
 

@@ -15,7 +15,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from whorl.errors import ConfigError
 from whorl.generative.data import Data
 from whorl.generative.methods.method import ConditionalConfig, DrawOptions, GenerativeConfig, GenerativeMethod
 from whorl.models.autoencoder import Autoencoder, make_coders
@@ -81,12 +80,6 @@ class AE(GenerativeMethod):
         found: Tensor = networks.decoder(networks.encoder(x))
         return found
 
-    def from_noise(self, networks: Any, noise: Tensor, rng: torch.Generator, options: DrawOptions) -> Tensor:
-        raise ConfigError(
-            "ae has no distribution of latents to draw from", expected="vae or vqvae",
-            do="train one of them; ae encodes and reconstructs",
-        )  # fmt: skip
-
     @torch.no_grad()
     def diagnose(self, networks: Any, data: Data) -> dict[str, float]:
         """Return the mean square error per dimension."""
@@ -136,6 +129,11 @@ class VAE(GenerativeMethod):
             return mean
         std: Tensor = networks.log_std.exp()
         return mean + std * torch.randn(mean.shape, generator=rng).to(mean)
+
+    def reconstruct(self, networks: Any, x: Tensor) -> Tensor:
+        """Return the means of x at the mean latents."""
+        found: Tensor = networks.decoder(self.posterior(networks, x)[0])
+        return found
 
     @torch.no_grad()
     def log_likelihood(self, networks: Any, x: Tensor) -> Tensor:

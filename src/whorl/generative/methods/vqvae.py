@@ -170,6 +170,11 @@ class VQVAE(VAE):
         latents = codes.codes_of(networks.moments)[torch.cat(found, 1)]
         return self.from_noise(networks, latents, rng, options)
 
+    def reconstruct(self, networks: Any, x: Tensor) -> Tensor:
+        """Return the means of x at its codes."""
+        found: Tensor = networks.decoder(codes.codes_of(networks.moments)[self.encode(networks, x)[1]])
+        return found
+
     @torch.no_grad()
     def log_likelihood(self, networks: Any, x: Tensor) -> Tensor:
         numbers = self.encode(networks, x)[1]

@@ -33,11 +33,17 @@ from whorl.objectives.next_token import Loss
 AdversarialLoss = Literal["non-saturating", "hinge", "wasserstein"]
 
 
+def row_means(values: Tensor) -> Tensor:
+    """Return [N] of values [N], or [N, P] of patches."""
+    return values if values.ndim == 1 else values.mean(1)
+
+
 def critic_loss(kind: AdversarialLoss, real: Tensor, fake: Tensor, penalty: Tensor | None = None) -> Loss:
     """Return the critic's loss, summed over rows.
 
     Args:
-        real, fake: values [N] of data and of samples. penalty: [N], added.
+        real, fake: values of data and of samples, [N], or [N, P] of patches, whose losses are averaged.
+        penalty: [N], added.
     """
     if kind == "non-saturating":
         rows = F.softplus(-real) + F.softplus(fake)
@@ -45,6 +51,7 @@ def critic_loss(kind: AdversarialLoss, real: Tensor, fake: Tensor, penalty: Tens
         rows = F.relu(1 - real) + F.relu(1 + fake)
     else:
         rows = fake - real
+    rows, real, fake = row_means(rows), row_means(real), row_means(fake)
     metrics = {"critic/real": real.sum().detach(), "critic/fake": fake.sum().detach()}
     if penalty is not None:
         rows, metrics["critic/penalty"] = rows + penalty, penalty.sum().detach()
@@ -52,8 +59,8 @@ def critic_loss(kind: AdversarialLoss, real: Tensor, fake: Tensor, penalty: Tens
 
 
 def generator_loss(kind: AdversarialLoss, fake: Tensor) -> Loss:
-    """Return the generator's loss of the critic's values [N] of samples, summed over rows."""
-    rows = F.softplus(-fake) if kind == "non-saturating" else -fake
+    """Return the generator's loss of the critic's values [N] or [N, P] of samples, summed over rows."""
+    rows = row_means(F.softplus(-fake) if kind == "non-saturating" else -fake)
     return Loss(rows.sum(), torch.tensor(float(len(fake)), device=fake.device))
 
 
@@ -61,11 +68,11 @@ def slope_penalty(critic: Callable[[Tensor], Tensor], real: Tensor, fake: Tensor
     """Return (|grad D| - 1)^2 [N] between pairs of rows; differentiable by the critic's parameters.
 
     Args:
-        critic: [N, ...] -> [N], each value of one row alone. real, fake: [N, ...]. mix: m [N].
+        critic: [N, ...] -> [N] or [N, P], each value of one row alone. real, fake: [N, ...]. mix: m [N].
     """
     with torch.enable_grad():
         m = mix.view(-1, *[1] * (real.ndim - 1))
         between = (m * real + (1 - m) * fake).detach().requires_grad_()
-        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+        (slope,) = torch.autograd.grad(row_means(critic(between)).sum(), between, create_graph=True)
         squares: Tensor = (slope.flatten(1).norm(dim=1) - 1).square()
     return squares
