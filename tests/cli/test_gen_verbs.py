@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.cli import refuse, succeed
-from tests.support.images import encoded, half_dark
+from tests.support.cli import invoke, refuse, succeed
+from tests.support.images import encoded, half_dark, write_class_folders
 
 from whorl.cli.jobs.gen import _recipe
 from whorl.data.images import ImageShape, decode_image
@@ -124,7 +124,7 @@ def test_model_without_samples_shows_reconstructions(trained: Path) -> None:
         (("sample", "pix2pix-digits"), "give one with --picture"),
         (("sample", "flow-digits", "--picture", "grey.png"), "flow decodes no pictures"),
         (("sample", "ae-25-gaussians", "--picture", "grey.png"), "rows of 25-gaussians are no pictures"),
-        (("sample", "pix2pix-digits", "--picture", "grey.png", "--label", "7"), "leave out --steps"),
+        (("sample", "pix2pix-digits", "--picture", "grey.png", "--label", "7"), "takes no --steps"),
         (("compare", "ae-25-gaussians"), "draws no samples"),
         (("train", "flwo", "8-gaussians"), "unknown method 'flwo'"),
         (("train", "flow", "8-gaussians", "--set", "widht=3"), "did you mean 'width'"),
@@ -141,6 +141,14 @@ def test_model_without_samples_shows_reconstructions(trained: Path) -> None:
 )
 def test_gen_refuses(trained: Path, words: tuple[object, ...], message: str) -> None:
     assert message in refuse(trained, "gen", *words)
+
+
+def test_too_few_pictures_are_refused_before_training(tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "few", n=2)
+    words = ("gen", "train", "flow", "few", *QUICK, "--set", "batch_size=2")
+    result = invoke(tmp_path, *words, "--set", "patch=8", "--set", "n_heads=2")
+    assert result.exit_code == 1 and "expected: at least 4 and 2" in result.stderr, result.stderr
+    assert "loss" not in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(("file", "message"), [("notes.png", "not_an_image"), ("none.png", "No such file")])

@@ -12,6 +12,7 @@ from tests.support.images import write_half_dark
 from whorl.errors import ConfigError, DataError
 from whorl.generative.data import Data, open_data, to_pixels, to_rows
 from whorl.generative.densities import DENSITIES, make_density
+from whorl.generative.measures import DISTANCES
 from whorl.generative.methods.method import DrawOptions
 from whorl.generative.methods.registration import METHODS, parse_config
 from whorl.generative.task import GenerativeTask
@@ -156,6 +157,18 @@ def test_bad_input_is_refused(pictures: Data, tmp_path: Path) -> None:
     write_image_set(tmp_path, flat, (), shape)
     with pytest.raises(DataError, match="all pixels of"):
         open_data("flat", tmp_path)
+
+
+def test_bad_options_are_refused(pictures: Data) -> None:
+    task, plane = task_of(pictures), task_of(open_data("ring"), "flow")
+    with pytest.raises(ConfigError, match=r"(?s)3 labels for 5 samples.*a label per sample"):
+        task.method.sample(task.networks, 5, torch.Generator(), DrawOptions(labels=torch.tensor([0, 1, 2])))
+    with pytest.raises(ConfigError, match=r"(?s)this model of flow has none.*do: leave out guidance"):
+        plane.method.check_options(DrawOptions(guidance=2.0))
+    gan = task_of(pictures, "gan")
+    with pytest.raises(ConfigError, match="gan has no likelihood") as raised:
+        gan.method.log_likelihood(gan.networks, pictures.test)
+    assert all(name in str(raised.value) for name in DISTANCES)
 
 
 def test_every_method_is_in_the_catalog() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError, WhorlError
+from whorl.generative import likelihood
 from whorl.generative.data import DataInfo
 from whorl.generative.densities import GaussianMixture
 from whorl.generative.likelihood import log_likelihood
@@ -141,9 +142,14 @@ def test_density_of_the_exact_score_integrates_to_one(path: GaussianPath) -> Non
     torch.testing.assert_close(found[inside], MIXTURE.log_prob(grid)[inside], atol=0.02, rtol=0)
 
 
-def test_likelihood_refuses_a_pole() -> None:
+def test_likelihood_refuses_a_pole(monkeypatch: pytest.MonkeyPatch) -> None:
     def pole(x: Tensor, t: float) -> tuple[Tensor, Tensor]:
-        return x, x / (0.5 - t) if t < 0.5 else x * math.nan
+        return x, x / (0.5 - t) ** 2
 
     with pytest.raises(WhorlError, match="misses its tolerance"):
+        log_likelihood(StraightPath(), pole, normal(2, 2))
+    with pytest.raises(WhorlError, match=r"(?s)not finite at t = 0\.001.*train longer"):  # a network of NaN
+        log_likelihood(StraightPath(), lambda x, t: (x, x * math.nan), normal(2, 2))
+    monkeypatch.setattr(likelihood, "EVALUATIONS", 30)
+    with pytest.raises(WhorlError, match=r"30 evaluations end at t = 0\.\d"):
         log_likelihood(StraightPath(), pole, normal(2, 2))

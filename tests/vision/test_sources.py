@@ -173,6 +173,10 @@ def test_unusable_sources_are_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"image": "none.png", "label": "a"}])
     with pytest.raises(DataError, match=r"(?s)a.jsonl has no usable record: unreadable 1.*none.png"):
         splits_of(path=str(tmp_path / "a.jsonl"))
+    write_jsonl(tmp_path / "a.jsonl", [{"image": "equal.png", "label": label} for label in "aab"])
+    (tmp_path / "equal.png").write_bytes(encoded(np.full((8, 8, 3), 9)))
+    with pytest.raises(DataError, match="equal ones are in one split"):
+        splits_of(path=str(tmp_path / "a.jsonl"))
     write_images(tmp_path, 2)
     write_jsonl(tmp_path / "a.jsonl", [{"image": "0.png", "label": "a"}, {"image": "1.png", "caption": "b"}])
     with pytest.raises(DataError, match="only a label and others only a caption"):
@@ -221,6 +225,19 @@ def test_image_set_is_read_back(tmp_path: Path) -> None:
         again.need("captions", "clip")
     with pytest.raises(DataError, match=r"image_set\.json"):
         ImageSet(tmp_path / "shapes")
+
+
+@pytest.mark.parametrize(
+    ("pixels", "label", "message"),
+    [
+        (np.uint8, 2, r"(?s)train has the label 2.*0 to 1, for a, b"), (np.uint8, -1, "has the label -1"),
+        (np.float32, 0, r"(?s)train are float32.*uint8"),
+    ],
+)  # fmt: skip
+def test_arrays_out_of_range_are_refused(pixels: Any, label: int, message: str, tmp_path: Path) -> None:
+    split = ImageSplit(np.zeros((3, 8, 8, 1), pixels), labels=np.array([0, label, 1]))
+    with pytest.raises(DataError, match=message):
+        write_image_set(tmp_path, {"train": split}, ("a", "b"), ImageShape(size=8, channels=1))
 
 
 def test_no_class_is_held_out_whole() -> None:

@@ -21,6 +21,12 @@ StoreOption = Annotated[
         help="Folder or URL (s3://...) of the store; else $WHORL_HOME, else .whorl here.",
     ),
 ]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Change a setting of the step or method; may be repeated."
+    ),
+]
 RefArgument = Annotated[
     str,
     typer.Argument(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from whorl.generative.samplers import Estimate
 from whorl.objectives.generative.diffusion import GaussianPath
 
 FIRST = 1e-3  # time at which the ODE begins
+EVALUATIONS = 20_000  # of the velocity, at most
 Velocity = Callable[[Tensor, float], Tensor]
 
 
@@ -47,7 +49,7 @@ def log_likelihood(path: GaussianPath, estimate: Estimate, x: Tensor, tolerance:
     """
     from scipy.integrate import solve_ivp
 
-    n, size = len(x), x[0].numel()
+    n, size, evaluations = len(x), x[0].numel(), count()
 
     def velocity(y: Tensor, t: float) -> Tensor:
         return path.at(t, y).value("velocity", *estimate(y, t))
@@ -55,16 +57,24 @@ def log_likelihood(path: GaussianPath, estimate: Estimate, x: Tensor, tolerance:
     def slope(t: float, state: NDArray[np.float64]) -> NDArray[np.float64]:
         y = torch.from_numpy(state[: n * size]).to(x).view(x.shape)
         found, divergence = with_divergence(velocity, y, t)
-        return np.concatenate([found.double().flatten().numpy(), divergence.double().numpy()])
+        slopes = np.concatenate([found.double().flatten().numpy(), divergence.double().numpy()])
+        if not np.isfinite(slopes).all():
+            raise missed(f"the velocity is not finite at t = {t:.3g}")
+        if next(evaluations) == EVALUATIONS:
+            raise missed(f"{EVALUATIONS:,} evaluations end at t = {t:.3g}")
+        return slopes
+
+    def missed(why: str) -> WhorlError:
+        return WhorlError(
+            f"the probability-flow ODE misses its tolerance, {tolerance:g}: {why}",
+            expected="a velocity without poles, such as that of a trained model",
+            do="raise the tolerance, or train longer",
+        )
 
     start = np.concatenate([x.double().flatten().numpy(), np.zeros(n)])
     result: Any = solve_ivp(slope, (FIRST, path.last), start, rtol=tolerance, atol=tolerance)
     if not result.success:
-        raise WhorlError(
-            f"the probability-flow ODE misses its tolerance, {tolerance:g}: {result.message}",
-            expected="a velocity without poles, such as that of a trained model",
-            do="raise the tolerance, or train longer",
-        )
+        raise missed(result.message)
     end = torch.from_numpy(result.y[:, -1])
     squares = (end[: n * size].view(n, size) / path.start_std).square().sum(1)
     return end[n * size :] - squares / 2 - size * math.log(path.start_std * math.sqrt(2 * math.pi))

@@ -119,7 +119,7 @@ def draw_picture(
 
 
 def decode_pictures(artifact: Artifact, read: Callable[[ImageShape], Pixels]) -> Pixels:
-    """Return pictures and, beside them, what a model decodes of them, as one picture uint8 [H, W, 3].
+    """Return what a model is given and decodes of pictures, side by side, as one picture uint8 [H, W, 3].
 
     read: returns pixels uint8 [N, size, size, C] of a shape.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whorl.generative.features import PictureClassifier
-from whorl.generative.measures import SampleMeasure, draw_measured, likelihoods, measure
+from whorl.generative.measures import SampleMeasure, draw_measured, group_sizes, likelihoods, measure
 from whorl.generative.methods.method import DrawOptions
 from whorl.generative.saved_model import SavedMeasures
 from whorl.generative.task import GenerativeTask
@@ -26,6 +26,12 @@ class Findings:
     saved: SavedMeasures
     drawn: Tensor
     views: tuple[View, ...]
+
+
+def check_measurable(task: GenerativeTask) -> None:
+    """Raise DataError, before training, where there are too few rows to measure samples with."""
+    if task.method.has_samples:
+        group_sizes(task.data)
 
 
 @torch.no_grad()

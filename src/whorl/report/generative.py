@@ -31,7 +31,7 @@ def model_report(found: Findings, data: Data) -> StepReport:
         ("parameters", f"{saved.parameters:,}"),
         ("steps", f"{saved.steps:,}"),
         ("seconds of training", f"{saved.seconds:.1f}"),
-        ("seconds per 1,000 samples", f"{saved.sample_seconds:.2f}"),
+        *[("seconds per 1,000 samples", f"{saved.sample_seconds:.2f}")][: len(saved.measures)],
         *((name, f"{value:.3g}") for name, value in saved.diagnosis.items()),
     ]
     report = StepReport(

@@ -115,9 +115,21 @@ class ImageSet:
 def write_image_set(
     folder: Path, splits: Mapping[str, ImageSplit], classes: Sequence[str], shape: ImageShape
 ) -> ImageSet:
-    """Write the set, and return it. The mean and deviation are those of the split `train`."""
+    """Write the set, and return it. The mean and deviation are those of the split `train`.
+
+    Raises:
+        DataError: pixels are not uint8, or a label is no number of a class.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name, split in splits.items():
+        if split.images.dtype != np.uint8:
+            raise DataError(
+                f"pixels of the split {name} are {split.images.dtype}", expected="uint8, 0 to 255"
+            )
+        known = range(len(classes))
+        if other := set() if split.labels is None else {*split.labels.tolist()} - {*known}:
+            expected = f"0 to {len(classes) - 1}, for {', '.join(classes)}"
+            raise DataError(f"the split {name} has the label {min(other)}", expected=expected)
         digest.update(name.encode() + np.ascontiguousarray(split.images).tobytes())
         np.save(folder / f"{name}.images.npy", split.images)
         if split.labels is not None:

@@ -151,7 +151,8 @@ def files(
     for name, images in found.items():
         if not images:
             raise DataError(
-                f"the split {name} of {config.path} has no images", do="add images, or change test_fraction"
+                f"the split {name} of {config.path} has no images",
+                do="add images that differ (equal ones are in one split), or change test_fraction",
             )
         splits[name] = ImageSplit(
             np.stack([image.pixels for image in images]),

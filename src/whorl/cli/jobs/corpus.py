@@ -18,7 +18,7 @@ import typer
 from whorl.cli.jobs.train_measures import train_classifier as train_classifier
 from whorl.cli.jobs.train_measures import train_importance as train_importance
 from whorl.cli.jobs.train_measures import train_perplexity as train_perplexity
-from whorl.cli.options import StoreOption, format_size
+from whorl.cli.options import SetOption, StoreOption, format_size
 from whorl.cli.text_table import print_table
 
 if TYPE_CHECKING:
@@ -28,10 +28,6 @@ MadeCorpus = Annotated[str, typer.Option("--corpus", metavar="NAME", help="Name 
 ReadCorpus = Annotated[
     str | None,
     typer.Option("--corpus", metavar="NAME", help="Name of the corpus in the store; default: the latest."),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Change a setting of the step; may be repeated."),
 ]
 
 

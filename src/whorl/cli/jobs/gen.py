@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from whorl.cli.options import RefArgument, StoreOption
+from whorl.cli.options import RefArgument, SetOption, StoreOption
 
 CLASSIFIER = """uses = "image_classifier"  # that of `recipes/classify-digits.toml` in fewer steps
 network = { kind = "resnet", widths = [24, 48], depths = [1, 1] }
@@ -38,14 +38,7 @@ def train(
     ],
     steps: Annotated[int | None, typer.Option(min=1, help="Steps; default: the method's.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, order and noise.")] = 0,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="Change a setting of `whorl gen methods METHOD`; may be repeated.",
-        ),
-    ] = None,
+    changes: SetOption = None,
     store: StoreOption = None,
 ) -> None:
     """Train a generative model, and measure its samples against held-out data and against the noise of that comparison.
@@ -153,9 +146,7 @@ def sample(
             found, n, steps=steps, sampler=sampler, label=label, guidance=guidance, seed=seed
         )
     elif (steps, sampler, label, guidance) != (None, None, None, 1):
-        raise ConfigError(
-            "--picture is decoded in one way", do="leave out --steps, --sampler, --label and --guidance"
-        )
+        raise ConfigError("--picture takes no --steps, --sampler, --label or --guidance", do="leave them out")
     else:
         drawn, n = decode_pictures(found, lambda shape: read_files([picture], shape)[1]), 1
     write_png(out, drawn)
@@ -190,9 +181,7 @@ def compare(
     saved = [read_measures(artifact) for artifact in found]
     for artifact, other in zip(found, saved, strict=True):
         if not other.measures:
-            raise ConfigError(
-                f"{artifact.name} draws no samples", expected="any model but those of ae and pix2pix"
-            )
+            raise ConfigError(f"{artifact.name} draws no samples", expected="models that draw samples")
         if other.fingerprint != saved[0].fingerprint:
             raise ConfigError(
                 f"{artifact.name} is a model of {other.data}, and {found[0].name} of {saved[0].data}",

@@ -19,7 +19,7 @@ import typer
 
 from whorl.cli.jobs.rl_environments import environments as environments
 from whorl.cli.jobs.rl_environments import solve as solve
-from whorl.cli.options import RefArgument, StoreOption
+from whorl.cli.options import RefArgument, SetOption, StoreOption
 
 
 def train(
@@ -33,14 +33,7 @@ def train(
     episode_steps: Annotated[
         int, typer.Option(min=1, help="Steps after which an evaluation episode is cut off.")
     ] = 10_000,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="Change a setting of `whorl rl methods METHOD`; may be repeated.",
-        ),
-    ] = None,
+    changes: SetOption = None,
     store: StoreOption = None,
 ) -> None:
     """Train an agent over several seeds and evaluate it on separate episodes.

@@ -154,11 +154,9 @@ class GenerativeMethod(ABC):
                         f"{field} is {value}, but {name} draws in one pass", do=f"leave out {field}"
                     )
         if options.guidance != 1 and (labels is None or not self.draws_in_steps):
-            lacks, do = (
-                (" without a label", "give a label, or ")
-                if self.draws_in_steps
-                else (f", but {name} has none", "")
-            )
+            lacks, do = " without a label", "give a label, or "
+            if not self.draws_in_steps or not self.has_classes:
+                lacks, do = f", but this model of {name} has none", ""
             raise ConfigError(
                 f"guidance is {options.guidance:g}{lacks}", expected="ddpm, score or flow with a label",
                 do=f"{do}leave out guidance",
@@ -187,6 +185,8 @@ class GenerativeMethod(ABC):
             ConfigError: see `check_options`.
         """
         self.check_options(options)
+        if options.labels is not None and len(options.labels) != n:
+            raise ConfigError(f"{len(options.labels)} labels for {n} samples", expected="a label per sample")
         noise = torch.randn(n, *self.noise_shape, generator=rng).to(next(networks.parameters()).device)
         return self.from_noise(networks, noise, rng, options)
 
@@ -209,7 +209,7 @@ class GenerativeMethod(ABC):
         """
         raise ConfigError(
             f"{self.config.method} has no likelihood", expected="ddpm, score or flow; vae and vqvae have a bound",
-            do="compare samples with held-out data: `whorl gen compare`",
+            do="compare samples by sliced Wasserstein, Wasserstein, Sinkhorn, MMD and Frechet: `whorl gen compare`",
         )  # fmt: skip
 
     def diagnose(self, networks: Any, data: Data) -> dict[str, float]:

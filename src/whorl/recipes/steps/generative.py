@@ -68,13 +68,14 @@ def generative(ctx: StepContext, config: GenerativeStepConfig) -> None:
     from whorl.generative.features import PictureClassifier
     from whorl.generative.saved_model import save_generative
     from whorl.generative.task import GenerativeTask
-    from whorl.generative.trained import examine
+    from whorl.generative.trained import check_measurable, examine
     from whorl.report.generative import model_report
     from whorl.train.rows import train_rows
 
     data = _open(ctx, config)
     ctx.machine.apply()
     task = GenerativeTask(data, config.generative(), ctx.machine.device)
+    check_measurable(task)
     classifier = None
     if "classifier" in ctx.parents:
         classifier = PictureClassifier(ctx.parent_folder("classifier"), data.info, ctx.machine.device)

@@ -205,7 +205,7 @@ class SpikeGuard:
     def _remedy(self) -> str:
         return (
             "lower the learning rates (pretrain: --set plan.optim.lr_muon=..., lr_adamw, lr_embedding, lr_scalar, lr_ngram; "
-            "later stages: --set STEP.lr_scale=...); if they are the defaults, check the documents listed in the run's log"
+            "later stages: lr or --set STEP.lr_scale=...); if they are the defaults, check the data listed in the run's log"
         )
 
     def _record_event(
