@@ -41,7 +41,7 @@ class Pix2PixConfig(CriticConfig):
     lipschitz: Lipschitz = Field(default="none", description="bound on the critic's slope")
     critic_steps: int = Field(default=1, ge=1, description="steps of the critic per step of the generator")
     condition: Literal["half", "coarse", "edges"] = Field(
-        default="half", description="the given left half, means of 4 x 4 pixels, or edges"
+        default="half", description="the left half, means of 4 x 4 pixels, or edges are given"
     )
     l1: float = Field(default=100.0, ge=0, description="weight of the L1 distance to the picture")
 
