@@ -112,11 +112,18 @@ def test_class_without_usable_images_is_named(tmp_path: Path) -> None:
         splits_of(path=str(folder))
 
 
-def test_one_class_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "one" / "cats").mkdir(parents=True)
-    (tmp_path / "one" / "cats" / "0.png").write_bytes(encoded(half_dark(0, np.random.default_rng(0))))
-    with pytest.raises(DataError, match=r"(?s)one has images of one class only: cats.*add a folder"):
-        splits_of(path=str(tmp_path / "one"))
+@pytest.mark.parametrize("folder", ["", "cats"])
+def test_folder_without_classes_has_images_without_labels(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "photos" / folder).mkdir(parents=True)
+    write_images(tmp_path / "photos" / folder)
+    splits, classes, quarantine = splits_of(path=str(tmp_path / "photos"), test_fraction=0.34)
+    assert classes == () and quarantine.accepted == 6 and splits["train"].labels is None
+    assert (len(splits["train"]), len(splits["test"])) == (4, 2)
+    images = write_image_set(tmp_path, splits, classes, ImageShape(size=8, channels=3))
+    with pytest.raises(
+        ConfigError, match="classifier needs labels, and the images have no labels of two classes"
+    ):
+        images.need("labels", "classifier")
 
 
 def write_images(folder: Path, n: int = 6) -> list[str]:

@@ -101,14 +101,20 @@ class ImageSet:
         Raises:
             ConfigError: they have not. `role`: the step that needs them.
         """
-        if getattr(self.split("train"), what) is None:
-            given = "captions" if what == "labels" else "labels"
+        split = self.split("train")
+        if getattr(split, what) is None:
+            other = "captions" if what == "labels" else "labels"
+            given = (
+                f"{other} only"
+                if getattr(split, other) is not None
+                else "no labels of two classes, and no captions"
+            )
             raise ConfigError(
-                f"{role} needs {what}, and the images have {given} only",
+                f"{role} needs {what}, and the images have {given}",
                 expected="FOLDER/CLASS/*.png, or records with a field label"
                 if what == "labels"
                 else "records with a field caption",
-                do=f"set label_field or caption_field of the step `images`, or use the step for {given}",
+                do=f"set label_field or caption_field of the step `images`, or use a step for {other}",
             )
 
 

@@ -1,8 +1,8 @@
 """Splits of images from scikit-learn's digits, from drawn scenes, letters or shapes, or from files.
 
-Files are a folder with a subfolder per class, or a JSONL or Parquet file whose records have an image and a caption or a
-label. The image is a path (relative to the file), bytes, or {"bytes": ..., "path": ...} as in the data sets of Hugging Face.
-Unreadable images go to the quarantine.
+Files are a folder, with a subfolder per class if there are classes, or a JSONL or Parquet file whose records have an image
+and a caption or a label. The image is a path (relative to the file), bytes, or {"bytes": ..., "path": ...} as in the data
+sets of Hugging Face. Unreadable images go to the quarantine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def make_splits(
         on_image: called with the number of images so far.
 
     Raises:
-        DataError: a class without images, a single class, or no usable image.
+        DataError: a class without images, or no usable image.
         ConfigError: a package is not installed.
     """
     if config.source == "digits":
@@ -132,7 +132,7 @@ def files(
             raise quarantine.no_records_error(Path(path), "images, with a label or a caption each")
     every = [image for images in found.values() for image in images]
     has_labels, has_captions = (all(getattr(image, name) for image in every) for name in ("label", "caption"))
-    if not has_labels and not has_captions:
+    if not has_labels and not has_captions and any(image.label or image.caption for image in every):
         raise DataError(
             f"some records of {config.path} have only a label and others only a caption",
             expected="the same fields in all records", do="write them to two files",
@@ -222,7 +222,7 @@ def content_hash(config: ImagesConfig) -> str:
 def _fields(record: Mapping[str, Any], path: str, config: ImagesConfig) -> tuple[bytes, str, str]:
     """Return (bytes of the image, label, caption) of a record. Raises BadRecordError: a field is missing or wrong."""
     label, caption = record.get(config.label_field), record.get(config.caption_field)
-    if label is None and caption is None:
+    if label is None and caption is None and "file" not in record:  # of a folder without classes
         detail = (
             f"neither {config.label_field!r} nor {config.caption_field!r} among {', '.join(record)[:200]}"
         )
@@ -274,10 +274,10 @@ def _located(
 
 
 def _classes(config: ImagesConfig, found: Mapping[str, list[LabeledImage]]) -> tuple[str, ...]:
-    """Return the names of the classes, sorted.
+    """Return the names of the classes, sorted; none where all images are of one.
 
     Raises:
-        DataError: fewer than two classes, a class without usable images, or one of `test_path` that is not in `path`.
+        DataError: a class without usable images, or one of `test_path` that is not in `path`.
     """
     classes = tuple(sorted({image.label for image in found["train"]}))
     if not is_url(config.path) and (folder := Path(config.path).expanduser()).is_dir():
@@ -288,15 +288,9 @@ def _classes(config: ImagesConfig, found: Mapping[str, list[LabeledImage]]) -> t
                 f"no file of the class folder {folder / name} is a usable image", expected="at least one",
                 do="replace its files, or remove the folder; the quarantine lists the reasons",
             )  # fmt: skip
-    if len(classes) < 2:
-        raise DataError(
-            f"{config.path} has images of one class only: {classes[0]}",
-            expected="at least two classes",
-            do="add a folder, or records, with images of another class",
-        )
     if new := {image.label for image in found.get("test", [])} - set(classes):
         raise DataError(
             f"{config.test_path} has the class {min(new)!r}",
             expected=f"the classes of {config.path}: {', '.join(classes)}",
         )
-    return classes
+    return classes if len(classes) > 1 else ()

@@ -2,6 +2,7 @@
 
     {"file": "cats/1.png", "image": b"...", "label": "cats"}
 
+Images of a folder without subfolders have no label.
 Files are in the order of their names, at any depth below the class folder. Names that begin with a dot are left out. The
 bytes are not decoded here (`data/images.py`).
 """
@@ -28,16 +29,20 @@ class ImageFolder(Format):
 
     def read(self, uri: str, start: int, stop: int | None) -> Iterator[Record]:
         """Yield one record per file. Raises DataError: a class folder is empty."""
-        for index, (name, address) in enumerate(list_files(uri)[start:stop], start):
+        files = list_files(uri)
+        has_classes = any("/" in name for name, _ in files)
+        for index, (name, address) in enumerate(files[start:stop], start):
             value: dict[str, Any] | BadRecordError
             with open_file(address) as stream:
                 data = stream.read(self.longest + 1)
-            if "/" not in name:
+            if has_classes and "/" not in name:
                 value = BadRecordError("bad_field", "label", f"{name} is in no class folder")
             elif len(data) > self.longest:
                 value = BadRecordError("too_large", "", f"{name} has more than {self.longest} bytes")
             else:
-                value = {"file": name, "image": data, "label": name.split("/")[0]}
+                value = {"file": name, "image": data}
+                if has_classes:
+                    value["label"] = name.split("/")[0]
             yield Record(index - start + 1, index, len(data), value, index + 1)
 
 
