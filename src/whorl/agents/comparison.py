@@ -70,11 +70,6 @@ class AgentComparison:
     def names(self) -> list[str]:
         return [*dict.fromkeys(agent.name for agent in self.agents)]
 
-    @property
-    def without_interval(self) -> list[str]:
-        """Names of the agents with one seed."""
-        return [name for name in self.names if self.scores[name].low is None]
-
 
 def read_agents(artifacts: Sequence[Artifact]) -> list[TrainedAgent]:
     """Return the agents of artifacts, named by method; agents of one method by the settings that differ, too.

@@ -167,7 +167,6 @@ class Engine:
             exact = sequence.constraint is not None
             prefix = ForcedPrefix(self._sorted_vocabulary, request.forced_prefix, exact)
             sequence.constraint = Sequenced(prefix, sequence.constraint) if exact else prefix
-        sequence.arrival_time = self.clock()
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
 
@@ -336,8 +335,6 @@ class Engine:
     def _accept_tokens(self, sequence: Sequence, sampled_tokens: list[Token | None]) -> Delta:
         """Append tokens sampled for a sequence. The first `Delta` has its prompt's scores; a scored text has no other."""
         first = sequence.n_output == 0
-        if first:
-            sequence.first_token_time = self.clock()
         n_drafts, n_forced = len(sequence.drafts), sequence.n_forced
         room = self._max_positions - len(sequence.request.suffix)
         accepted, text, finish = accept_tokens(sequence, sampled_tokens, self.token_bytes, room, self.version)

@@ -83,8 +83,6 @@ class Sequence:
     stop_checker: Any = None  # `StopStringChecker`
     constraint: Any = None  # `LogitConstraint` of its grammar or its forced prefix
     token_counts: Any = None  # `TokenCounts`, if its settings have penalties
-    arrival_time: float = 0.0  # seconds, by the engine's clock
-    first_token_time: float = 0.0  # seconds, by the engine's clock
 
     n_prompt: int = field(init=False)
     samples: bool = field(init=False)  # whether it continues its prompt; otherwise it ends with the prompt

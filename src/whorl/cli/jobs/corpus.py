@@ -49,10 +49,17 @@ def ingest(
 
         whorl corpus ingest dump.jsonl.zst --set text_field=body
     """
+    _make(store, corpus, "ingest", {"sources": sources}, changes)
+
+
+def _make(
+    store: str | None, corpus: str, step: str, settings: dict[str, Any], changes: list[str] | None = None
+) -> None:
+    """Make the artifact CORPUS/STEP in the store."""
     from whorl.cli.jobs.corpus_store import run_step
     from whorl.store import Store
 
-    run_step(Store(store), corpus, "ingest", {"sources": sources}, changes or ())
+    run_step(Store(store), corpus, step, settings, changes or ())
 
 
 def rewrite(changes: SetOption = None, corpus: MadeCorpus = "corpus", store: StoreOption = None) -> None:
@@ -67,10 +74,7 @@ def rewrite(changes: SetOption = None, corpus: MadeCorpus = "corpus", store: Sto
 
         whorl corpus rewrite --set mask=false --set substrings=200
     """
-    from whorl.cli.jobs.corpus_store import run_step
-    from whorl.store import Store
-
-    run_step(Store(store), corpus, "rewrite", {}, changes or ())
+    _make(store, corpus, "rewrite", {}, changes)
 
 
 def filter(
@@ -91,9 +95,7 @@ def filter(
 
         whorl corpus filter --query mine.sql --set validation_bytes=100000
     """
-    from whorl.cli.jobs.corpus_store import run_step
     from whorl.errors import ConfigError
-    from whorl.store import Store
 
     settings: dict[str, Any] = {}
     if query is not None:
@@ -103,7 +105,7 @@ def filter(
             raise ConfigError(
                 f"--query {query} cannot be read: {error}", expected="a file with SQL"
             ) from error
-    run_step(Store(store), corpus, "curate", settings, changes or ())
+    _make(store, corpus, "curate", settings, changes)
 
 
 def dedup(
@@ -179,11 +181,8 @@ def decontaminate(
 
         whorl corpus decontaminate tests.jsonl --field question
     """
-    from whorl.cli.jobs.corpus_store import run_step
-    from whorl.store import Store
-
     settings = {"tests": [{"files": tests, "field": field}], "n": n}
-    run_step(Store(store), corpus, "curate", {"decontaminate": settings})
+    _make(store, corpus, "curate", {"decontaminate": settings})
 
 
 def mix(changes: SetOption = None, corpus: MadeCorpus = "corpus", store: StoreOption = None) -> None:
@@ -195,10 +194,7 @@ def mix(changes: SetOption = None, corpus: MadeCorpus = "corpus", store: StoreOp
 
         whorl corpus mix --set temperature=0.5
     """
-    from whorl.cli.jobs.corpus_store import run_step
-    from whorl.store import Store
-
-    run_step(Store(store), corpus, "mix", {}, changes or ())
+    _make(store, corpus, "mix", {}, changes)
 
 
 def stats(

@@ -1,65 +1,40 @@
 """POST /v1/chat/completions: a full response or a stream of chunks, with tool calls.
 
-The steps are those of `completions.py`: parse, submit, read or forward, close.
+The steps are those of `completions.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from whorl.serve.api.completions import ResponseForm, respond
 from whorl.serve.api.protocol import ChatRequest
 from whorl.serve.api.request_parsing import ParsedRequest, parse_chat
-from whorl.serve.api.response_formatting import (
-    StreamDecoder,
-    TextDelta,
-    chat_log_probs,
-    close_all,
-    merge_streams,
-    n_logprobs,
-    response_head,
-    usage,
-)
-from whorl.serve.api.sse import DONE, EventStream, JsonPieces, encode_json, format_event, run_until_disconnect
-from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
-from whorl.serve.worker.worker import Stream
+from whorl.serve.api.response_formatting import StreamDecoder, TextDelta, chat_log_probs, merge_streams
+from whorl.serve.app_state import AppState, client_id, in_thread_if_large
 from whorl.tokens.chat.tool_calls import ParsedToolCall, parse_reply
+from whorl.tokens.hf_tokenizer import AnyTokenizer
 
 
 async def create_chat_completion(state: AppState, body: ChatRequest, http: HttpRequest) -> Response:
     """Return the next turn of a conversation."""
     served = state.generation_model(body.model)
     parsed = await in_thread_if_large(http, lambda: parse_chat(body, served, state.config, client_id(http)))
-    streams = await state.submit(parsed.requests, http, parsed.n_prompt_tokens)
-    readers = [StreamDecoder(s, served.tokenizer) for s in streams]
-    head = response_head("chatcmpl", "chat.completion", served)
-    if body.stream:
-        head["object"] = "chat.completion.chunk"
-        events = _chat_events(parsed, streams, readers, head)
-        return EventStream(events, close_all(streams), state.config.stall_seconds, rate_limit_headers(http))
+    return await respond(state, http, served, parsed, CHAT, bool(body.stream))
 
-    async def work() -> list[bytes]:
-        outputs = [await reader.read_all() for reader in readers]
-        return await encode_json(
-            sum(n_logprobs(output) for output in outputs),
-            lambda: {
-                **head,
-                "choices": (
-                    _chat_choice(parsed, index, readers[index], delta) for index, delta in enumerate(outputs)
-                ),
-                "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of),
-            },
-        )
 
-    pieces = await run_until_disconnect(http, work(), close_all(streams))
-    return JsonPieces(pieces or [], state.config.stall_seconds, rate_limit_headers(http))
+def _chat_choices(
+    parsed: ParsedRequest, tokenizer: AnyTokenizer, outputs: Sequence[TextDelta]
+) -> Iterator[dict[str, Any]]:
+    return (_chat_choice(parsed, index, tokenizer, delta) for index, delta in enumerate(outputs))
 
 
 def _chat_choice(
-    parsed: ParsedRequest, index: int, reader: StreamDecoder, delta: TextDelta
+    parsed: ParsedRequest, index: int, tokenizer: AnyTokenizer, delta: TextDelta
 ) -> dict[str, Any]:
     text, calls = delta.text, list[ParsedToolCall]()
     if parsed.tool_parser is not None:
@@ -71,22 +46,18 @@ def _chat_choice(
     return {
         "index": index,
         "message": message,
-        "logprobs": _chat_logprobs(parsed, reader, delta),
+        "logprobs": _chat_logprobs(parsed, tokenizer, delta),
         "finish_reason": "tool_calls" if calls else delta.finish,
     }
 
 
-async def _chat_events(
-    parsed: ParsedRequest,
-    streams: Sequence[Stream],
-    readers: Sequence[StreamDecoder],
-    head: dict[str, Any],
-) -> AsyncIterator[bytes]:
-    extra = {"usage": None} if parsed.include_usage else {}  # null in all chunks but the last
-
-    def chunk(index: int, delta: dict[str, Any], scores: Any = None, finish: str | None = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
-        return format_event({**head, "choices": [choice], **extra})
+async def _chat_chunks(
+    parsed: ParsedRequest, readers: Sequence[StreamDecoder]
+) -> AsyncIterator[dict[str, Any]]:
+    def chunk(
+        index: int, delta: dict[str, Any], scores: Any = None, finish: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
 
     parsers = [parsed.tool_parser() if parsed.tool_parser else None for _ in readers]
     n_calls = [0] * len(readers)
@@ -99,7 +70,7 @@ async def _chat_events(
             if delta.finish is not None:
                 rest, last = parser.finish()
                 text, calls = text + rest, [*calls, *last]
-        scores = _chat_logprobs(parsed, readers[index], delta)
+        scores = _chat_logprobs(parsed, readers[index].tokenizer, delta)
         if text or (scores and scores["content"]):
             yield chunk(index, {"content": text}, scores)
         for call in calls if parsed.max_calls is None else calls[: parsed.max_calls - n_calls[index]]:
@@ -107,14 +78,12 @@ async def _chat_events(
             n_calls[index] += 1
         if delta.finish is not None:
             yield chunk(index, {}, None, "tool_calls" if n_calls[index] else delta.finish)
-    if extra:
-        yield format_event(
-            {**head, "choices": [], "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of)}
-        )
-    yield DONE
 
 
-def _chat_logprobs(parsed: ParsedRequest, reader: StreamDecoder, delta: TextDelta) -> dict[str, Any] | None:
+def _chat_logprobs(parsed: ParsedRequest, tokenizer: AnyTokenizer, delta: TextDelta) -> dict[str, Any] | None:
     if parsed.n_top is None:
         return None
-    return {"content": chat_log_probs(delta.tokens, reader.tokenizer), "refusal": None}
+    return {"content": chat_log_probs(delta.tokens, tokenizer), "refusal": None}
+
+
+CHAT = ResponseForm("chatcmpl", "chat.completion", "chat.completion.chunk", _chat_choices, _chat_chunks)

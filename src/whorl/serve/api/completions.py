@@ -10,8 +10,8 @@ log-probabilities are the model's own, before temperature and filters.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
@@ -31,8 +31,18 @@ from whorl.serve.api.response_formatting import (
 )
 from whorl.serve.api.sse import DONE, EventStream, JsonPieces, encode_json, format_event, run_until_disconnect
 from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
-from whorl.serve.worker.worker import Stream
+from whorl.serve.worker.model_entry import ServedModel
 from whorl.tokens.hf_tokenizer import AnyTokenizer
+
+
+class ResponseForm(NamedTuple):
+    """How an endpoint writes responses: the start of ids, the field `object`, and the choices, whole or in chunks."""
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+    choices: Callable[[ParsedRequest, AnyTokenizer, Sequence[TextDelta]], Iterator[dict[str, Any]]]
+    chunks: Callable[[ParsedRequest, Sequence[StreamDecoder]], AsyncIterator[dict[str, Any]]]
 
 
 async def create_completion(state: AppState, body: CompletionRequest, http: HttpRequest) -> Response:
@@ -41,30 +51,48 @@ async def create_completion(state: AppState, body: CompletionRequest, http: Http
     parsed = await in_thread_if_large(
         http, lambda: parse_completion(body, served, state.config, client_id(http))
     )
+    return await respond(state, http, served, parsed, COMPLETION, bool(body.stream))
+
+
+async def respond(
+    state: AppState,
+    http: HttpRequest,
+    served: ServedModel,
+    parsed: ParsedRequest,
+    form: ResponseForm,
+    in_chunks: bool,
+) -> Response:
+    """Generate, and return the whole choices or a stream of chunks."""
     streams = await state.submit(parsed.requests, http, parsed.n_prompt_tokens)
     readers = [StreamDecoder(s, served.tokenizer) for s in streams]
-    head = response_head("cmpl", "text_completion", served)
-    if body.stream:
-        events = _completion_events(parsed, streams, readers, head)
-        return EventStream(events, close_all(streams), state.config.stall_seconds, rate_limit_headers(http))
+    head = response_head(form.prefix, form.chunk_kind if in_chunks else form.kind, served)
+
+    def counts() -> dict[str, Any]:
+        return usage(streams, parsed.n_prompt_tokens, parsed.best_of)
+
+    async def events() -> AsyncIterator[bytes]:
+        extra = {"usage": None} if parsed.include_usage else {}  # null in all chunks but the last
+        async for choice in form.chunks(parsed, readers):
+            yield format_event({**head, "choices": [choice], **extra})
+        if extra:
+            yield format_event({**head, "choices": [], "usage": counts()})
+        yield DONE
 
     async def work() -> list[bytes]:
         outputs = [await reader.read_all() for reader in readers]
         return await encode_json(
             sum(n_logprobs(output) for output in outputs),
-            lambda: {
-                **head,
-                "choices": _completion_choices(parsed, outputs, served.tokenizer),
-                "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of),
-            },
+            lambda: {**head, "choices": form.choices(parsed, served.tokenizer, outputs), "usage": counts()},
         )
 
+    if in_chunks:
+        return EventStream(events(), close_all(streams), state.config.stall_seconds, rate_limit_headers(http))
     pieces = await run_until_disconnect(http, work(), close_all(streams))
     return JsonPieces(pieces or [], state.config.stall_seconds, rate_limit_headers(http))
 
 
 def _completion_choices(
-    parsed: ParsedRequest, outputs: Sequence[TextDelta], tokenizer: AnyTokenizer
+    parsed: ParsedRequest, tokenizer: AnyTokenizer, outputs: Sequence[TextDelta]
 ) -> Iterator[dict[str, Any]]:
     """Yield the choices of all prompts, one by one: with log-probabilities each may have megabytes."""
     index = 0
@@ -77,13 +105,9 @@ def _completion_choices(
             index += 1
 
 
-async def _completion_events(
-    parsed: ParsedRequest,
-    streams: Sequence[Stream],
-    readers: Sequence[StreamDecoder],
-    head: dict[str, Any],
-) -> AsyncIterator[bytes]:
-    extra = {"usage": None} if parsed.include_usage else {}  # null in all chunks but the last
+async def _completion_chunks(
+    parsed: ParsedRequest, readers: Sequence[StreamDecoder]
+) -> AsyncIterator[dict[str, Any]]:
     scores = [
         CompletionLogprobs(reader.tokenizer, parsed.n_top or 0, len(_echo_text(parsed, i)))
         for i, reader in enumerate(readers)
@@ -104,13 +128,7 @@ async def _completion_events(
         begun[index] = True
         if not text and not tokens and delta.finish is None:
             continue
-        choice = {"index": index, "text": text, "logprobs": log_probs, "finish_reason": delta.finish}
-        yield format_event({**head, "choices": [choice], **extra})
-    if extra:
-        yield format_event(
-            {**head, "choices": [], "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of)}
-        )
-    yield DONE
+        yield {"index": index, "text": text, "logprobs": log_probs, "finish_reason": delta.finish}
 
 
 def _completion_choice(
@@ -140,3 +158,8 @@ def _echo_text(parsed: ParsedRequest, index: int) -> str:
 def _mean_log_prob(delta: TextDelta) -> float:
     """Return the mean log-probability per token."""
     return sum(t.raw_log_prob for t in delta.tokens) / max(1, len(delta.tokens))
+
+
+COMPLETION = ResponseForm(
+    "cmpl", "text_completion", "text_completion", _completion_choices, _completion_chunks
+)
