@@ -50,3 +50,13 @@ def test_page_shows_samples_data_and_views(browser: Any, tmp_path: Path) -> None
     cells = page.locator("table").last.locator("td").all_inner_texts()
     assert cells == ["guidance 2", "62%", "0.125", "real data", "97%", "0.500"]
     page.close()
+
+
+def test_result_of_a_method_without_samples_is_its_diagnosis() -> None:
+    saved = SavedMeasures(
+        method="ae", data="digits", fingerprint="x", shape=(1, 8, 8), parameters=1234, steps=20, seconds=3.0,
+        sample_seconds=0.0, measures=(), diagnosis={"reconstruction_mse": 0.125},
+    )  # fmt: skip
+    rows = torch.zeros(4, 1, 8, 8)
+    report = model_report(Findings(saved, rows, ()), Data(INFO, rows, rows))
+    assert [(card.label, card.value) for card in report.cards] == [("Reconstruction mse", "0.125")]

@@ -45,6 +45,11 @@ def model_report(found: Findings, data: Data) -> StepReport:
         more = f"real data {_number(first.floor)}"
         report.cards.append(Card(label=first.name.capitalize(), value=_number(first.value), more=more))
         report.blocks.append(measures_table(title, saved.measures))
+    if not saved.measures:
+        report.cards += [
+            Card(label=name.replace("_", " ").capitalize(), value=_number(value))
+            for name, value in saved.diagnosis.items()
+        ]
     for view in found.views:
         report.blocks.append(picture_block(title, view.title, view.pixels, view.note))
         if view.figures:
