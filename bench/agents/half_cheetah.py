@@ -1,8 +1,8 @@
 """SAC on HalfCheetah-v5 against Stable-Baselines3: greedy returns after equal steps and updates, seed by seed.
 
     python -m pip install stable-baselines3 'gymnasium[mujoco]'
-    python bench/agents/half_cheetah.py                       # three seeds each, half an hour on 2 cores
-    python bench/agents/half_cheetah.py --updates-per-step 1  # two hours
+    python bench/agents/half_cheetah.py                       # three seeds each, an hour on 2 cores
+    python bench/agents/half_cheetah.py --updates-per-step 1  # four hours
 
 Both sides: one environment, two hidden layers of 256, minibatches of 256, learning rate 3e-4, 10,000 random steps, and an
 update of policy and critics for every fourth step. A return is the mean of 10 greedy episodes. Each run has one core.
