@@ -36,7 +36,8 @@ def test_healed_end_is_not_counted(complete: Any, prompt: str) -> None:
 
 
 def test_stop_string_in_healed_end_does_not_end_output(complete: Any) -> None:
-    choice = complete(prompt="def f():\n", stop="\n", max_tokens=5).choices[0]
+    # Greedy: a draw may begin with a token of two line breaks, whose second one is the stop string.
+    choice = complete(prompt="def f():\n", stop="\n", max_tokens=5, temperature=0).choices[0]
     assert len(choice.text) >= 5 and choice.finish_reason == "length"
 
 
