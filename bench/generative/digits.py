@@ -1,14 +1,15 @@
-"""Digits by each family: a classifier trained on samples alone, and distances, on held-out digits.
+"""Digits or letters by each family: a classifier trained on samples alone, and distances, on held-out pictures.
 
     python -m pip install scikit-learn
     python bench/generative/digits.py --picture docs/generative_digits.png    # three seeds: half an hour on 2 cores
     python bench/generative/digits.py --only vae --seeds 1
+    python bench/generative/digits.py --data glyphs --patch 4 --seeds 1
 
 As many samples as there are training digits, with the same labels, train the classifier of `classify-digits` (Ravuri &
-Vinyals 2019, arXiv:1905.10887). The peer is that classifier trained on the real digits. The first seed has further figures:
-bits per dimension of 100 held-out digits, and for `ddpm` the distances of 20 steps of DDIM and of 1,000 ancestral ones. The
-picture has a row of samples of each method, in the order of BARS, above one of real digits. Two runs at a time, with one
-thread each.
+Vinyals 2019, arXiv:1905.10887). The peer is that classifier trained on the real digits. The first seed of digits has
+further figures: bits per dimension of 100 held-out digits, and for `ddpm` the distances of 20 steps of DDIM and of 1,000
+ancestral ones. The picture has a row of samples of each method, in the order of BARS, above one of real digits. Two runs at
+a time, with one thread each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,8 +56,9 @@ SAMPLERS = {
 }
 
 
-def digits(folder: Path) -> ImageSet:
-    config = ImagesConfig(source="digits")
+def pictures(source: Any, folder: Path) -> ImageSet:
+    """Write digits or glyphs into a folder."""
+    config = ImagesConfig(source=source)
     splits, classes = make_splits(config, Quarantine(folder / "quarantine.jsonl"))
     return write_image_set(folder, splits, classes, image_shape(config))
 
@@ -88,7 +91,7 @@ def accuracy(images: ImageSet, rows: Tensor, labels: Tensor, steps: int) -> floa
 def run(
     folder: Path, method: str, settings: dict[str, object], classifier_steps: int
 ) -> tuple[dict[str, float], Tensor]:
-    """Return the figures of a method with its seed, and samples of the classes [classes, 1, 8, 8]."""
+    """Return the figures of a method with its seed, and samples of the classes [classes, 1, H, W]."""
     torch.set_num_threads(1)
     data = open_data("digits", folder)
     assert data.labels is not None
@@ -106,7 +109,7 @@ def run(
         for m in found:
             figures |= {m.name: m.value, f"{m.name} of real data": m.floor or 0.0}
         figures |= task.method.diagnose(networks, data)
-        if settings["seed"] == 0:
+        if settings["seed"] == 0 and data.info.shape[-1] == 8:
             figures |= {m.name: m.value for m in likelihoods(task.method, networks, data, LIKELIHOOD_ROWS)}
             if method == "ddpm":
                 figures |= sampler_distances(task)
@@ -135,28 +138,32 @@ def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--seeds", type=int, default=3)
         parser.add_argument("--only", default="", help="a method")
+        parser.add_argument("--data", choices=("digits", "glyphs"), default="digits")
+        parser.add_argument("--patch", type=int, default=2, help="side of a patch of the DiT")
         parser.add_argument("--steps", type=int, default=2000, help="of the model")
         parser.add_argument("--picture", type=Path, help="path of a PNG")
 
     args = parse(__doc__, arguments, smoke={"seeds": 1, "steps": 2, "classifier_steps": 2, "only": "vae"})
     classifier_steps = getattr(args, "classifier_steps", 660)
     methods = [method for method in BARS if args.only in ("", method)]
+    settings = {"steps": args.steps, "patch": args.patch}
+    suffix = "" if args.data == "digits" else f"-{args.data}"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        images = digits(folder)
+        images = pictures(args.data, folder)
         data = open_data("digits", folder)
         assert data.labels is not None
         with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
             jobs = [
                 (
                     method,
-                    pool.submit(run, folder, method, {"steps": args.steps, "seed": seed}, classifier_steps),
+                    pool.submit(run, folder, method, {**settings, "seed": seed}, classifier_steps),
                 )
                 for seed in range(args.seeds)
                 for method in methods
             ]
             real = accuracy(images, data.train, data.labels, classifier_steps)
-            print(f"real digits: {real:.3f}", flush=True)
+            print(f"real {args.data}: {real:.3f}", flush=True)
             records: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
             shown = dict[str, Tensor]()
             for method, job in jobs:
@@ -171,16 +178,17 @@ def main() -> None:
     for method, found in records.items():
         mean, bar = statistics.fmean(figures["accuracy"] for figures in found), BARS[method]
         claim(
-            f"digits: accuracy of a classifier trained on samples of {method} alone", ours=mean, peer=real,
-            peer_name="real digits", unit="", ratio=mean, bar=bar, ok=mean >= bar, variant=method, samples=found,
+            f"{args.data}: accuracy of a classifier trained on samples of {method} alone", ours=mean, peer=real,
+            peer_name=f"real {args.data}", unit="", ratio=mean, bar=bar, ok=mean >= bar, variant=method + suffix,
+            samples=found,
         )  # fmt: skip
     if "vqvae" in records:
         used = statistics.fmean(figures["codes_used"] for figures in records["vqvae"])
         claim(
-            "digits: share of the codes of vqvae in use", ours=used, peer=1.0, unit="share", ratio=used, bar=0.8,
-            ok=used >= 0.8, variant="codes",
+            f"{args.data}: share of the codes of vqvae in use", ours=used, peer=1.0, unit="share", ratio=used, bar=0.8,
+            ok=used >= 0.8, variant=f"codes{suffix}",
         )  # fmt: skip
-    if "ddpm" in records:
+    if "ddpm" in records and args.data == "digits":
         few, many = (records["ddpm"][0][f"sliced_wasserstein, {name}"] for name in SAMPLERS)
         claim(
             "digits: sliced Wasserstein distance of 20 steps of DDIM against 1,000 ancestral ones", ours=few, peer=many,
