@@ -2,7 +2,7 @@
 
     python -m pip install stable-baselines3 'gymnasium[mujoco]'
     python bench/agents/half_cheetah.py                       # three seeds each, an hour on 2 cores
-    python bench/agents/half_cheetah.py --updates-per-step 1  # four hours
+    python bench/agents/half_cheetah.py --updates-per-step 1
 
 Both sides: one environment, two hidden layers of 256, minibatches of 256, learning rate 3e-4, 10,000 random steps, and an
 update of policy and critics for every fourth step. A return is the mean of 10 greedy episodes. Each run has one core.

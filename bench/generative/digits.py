@@ -1,7 +1,7 @@
 """Digits or letters by each family: a classifier trained on samples alone, and distances, on held-out pictures.
 
     python -m pip install scikit-learn
-    python bench/generative/digits.py --picture docs/generative_digits.png    # three seeds: half an hour on 2 cores
+    python bench/generative/digits.py --seeds 1 --picture docs/generative_digits.png    # a quarter of an hour on 2 cores
     python bench/generative/digits.py --only vae --seeds 1
     python bench/generative/digits.py --data glyphs --patch 4 --seeds 1
 

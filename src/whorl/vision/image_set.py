@@ -104,17 +104,15 @@ class ImageSet:
         split = self.split("train")
         if getattr(split, what) is None:
             other = "captions" if what == "labels" else "labels"
-            given = (
-                f"{other} only"
-                if getattr(split, other) is not None
-                else "no labels of two classes, and no captions"
-            )
+            given, instead = "no labels of two classes, and no captions", ""
+            if getattr(split, other) is not None:
+                given, instead = f"{other} only", f", or use a step for {other}"
             raise ConfigError(
                 f"{role} needs {what}, and the images have {given}",
                 expected="FOLDER/CLASS/*.png, or records with a field label"
                 if what == "labels"
                 else "records with a field caption",
-                do=f"set label_field or caption_field of the step `images`, or use a step for {other}",
+                do=f"set path, label_field or caption_field of the step `images`{instead}",
             )
 
 
