@@ -15,7 +15,15 @@ from dataclasses import dataclass, field, replace
 from whorl.errors import ConfigError, one_of
 from whorl.evals.kinds.kind import MODEL, EvalTask
 from whorl.evals.measures import group_measures, outcome_counts, task_measures
-from whorl.evals.model.requests import GenerateRequest, Missing, ModelBackend, Request, Response, Score
+from whorl.evals.model.requests import (
+    GenerateRequest,
+    Missing,
+    ModelBackend,
+    Request,
+    Response,
+    Score,
+    ScoreRequest,
+)
 from whorl.evals.results import TaskResult
 from whorl.tracking.progress import Progress
 
@@ -116,8 +124,11 @@ def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
     notes = []
     if cut:
         limit = f" of {backend.max_length:,} positions" if backend.max_length else ""
+        first = next(result for result in results if result.details.get("n_cut"))
         notes.append(
-            f"{cut:,} of {len(results):,} contexts exceed the window{limit}: their beginning was cut"
+            f"{cut:,} of {len(results):,} contexts exceed the window{limit}: their beginning was cut; "
+            f"{first.item!r} lost {first.details['n_cut']:,} tokens"
+            + (", with them few-shot examples: lower --num-fewshot" if task.examples else "")
         )
     others = {role: client.backends[role] for role in sorted(client.roles_used - {MODEL})}
     notes += [f"The {role} is {each.name}, {each.address}" for role, each in others.items()]
@@ -134,7 +145,8 @@ def evaluate_task(client: Client, task: EvalTask) -> TaskResult:
 
 def _key(request: Request) -> Hashable:
     """Return a key that equal requests share; messages are mappings, which have no hash."""
-    if isinstance(request, GenerateRequest) and not isinstance(request.prompt, str):
-        messages = tuple(tuple(sorted(message.items())) for message in request.prompt)
-        return (messages, replace(request, prompt=""))
-    return request
+    name = {GenerateRequest: "prompt", ScoreRequest: "context"}.get(type(request), "")
+    if not name or isinstance(given := getattr(request, name), str):
+        return request
+    messages = tuple(tuple(sorted(message.items())) for message in given)
+    return (messages, replace(request, **{name: ""}))  # type: ignore[arg-type]

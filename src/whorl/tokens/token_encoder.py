@@ -265,13 +265,18 @@ class TokenEncoder:
             )
         return out
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[EncodedPair]:
-        """Return the ids of (context, continuation) pairs.
+    def encode_pairs(self, pairs: Sequence[tuple[str | Sequence[Message], str]]) -> list[EncodedPair]:
+        """Return the ids of (context, continuation) pairs. A context may be a conversation.
 
         Raises:
-            DataError: a text holds a lone surrogate, which has no bytes.
+            DataError: a text holds a lone surrogate, which has no bytes; or the chat template rejects a conversation.
         """
-        moved = [move_space(*pair) for pair in pairs]
+        chats = [EncodedPair(*self.chat.encode_pair(c, rest)) for c, rest in pairs if not isinstance(c, str)]
+        if chats:
+            texts = iter(self.encode_pairs([pair for pair in pairs if isinstance(pair[0], str)]))
+            found = iter(chats)
+            return [next(texts if isinstance(context, str) else found) for context, _ in pairs]
+        moved = [move_space(context, rest) for context, rest in pairs if isinstance(context, str)]
         encoded = self.encode_texts(
             text for context, rest in moved if context for text in (context, context + rest)
         )

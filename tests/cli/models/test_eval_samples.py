@@ -44,7 +44,16 @@ def figures(home: Path, folder: str) -> dict[str, dict[str, float]]:
 
 
 def test_samples_and_budgets_are_curves_of_the_page(home: Path) -> None:
-    words = ("eval", "run/pretrain", "--task", "tasks.jsonl", "--samples", 4, "--max-tokens", 12)
+    words = (
+        "eval",
+        "run/pretrain",
+        "--task",
+        "tasks.jsonl",
+        "--samples",
+        4,
+        "--gen-kwargs",
+        "max_gen_toks=12",
+    )
     words += ("--budgets", "4,8", "--reward", "scorer")
     done = succeed(home, *words, "--out", "first")
     found = figures(home, "first")
@@ -62,10 +71,10 @@ def test_samples_and_budgets_are_curves_of_the_page(home: Path) -> None:
 
 
 def test_arithmetic_and_conversations(home: Path) -> None:
-    words = ("--samples", "1,2", "--max-tokens", 6, "--limit", 3)
+    words = ("--samples", "1,2", "--gen-kwargs", "max_gen_toks=6", "--limit", 3)
     succeed(home, "eval", "run/pretrain", "--task", "arithmetic-0", *words, "--out", "sums")
     assert figures(home, "sums")["passed"]["n"] == 3
-    gsm8k = ("--task", "gsm8k", "--data", "gsm8k_test.jsonl", "--chat")
+    gsm8k = ("--task", "gsm8k", "--data", "gsm8k_test.jsonl", "--apply-chat-template")
     succeed(home, "eval", "run/pretrain", *gsm8k, *words, "--out", "words")
     assert "majority@2" in figures(home, "words")
 
@@ -92,7 +101,16 @@ def test_wrong_options_are_named(home: Path, words: list[object], message: str) 
 def test_verifier_failures_are_reported(home: Path) -> None:
     line = {"id": "t", "prompt": "1+1=", "verifier": "custom:no_such_module:f"}
     (home / "failing.jsonl").write_text(json.dumps(line) + "\n")
-    words = ("eval", "run/pretrain", "--task", "failing.jsonl", "--samples", 2, "--max-tokens", 4)
+    words = (
+        "eval",
+        "run/pretrain",
+        "--task",
+        "failing.jsonl",
+        "--samples",
+        2,
+        "--gen-kwargs",
+        "max_gen_toks=4",
+    )
     refused = invoke(home, *words)
     assert refused.exit_code == 2 and "names the code" in refused.stderr
     done = invoke(home, "--code", "no_such_module:f", *words, "--out", "failing")

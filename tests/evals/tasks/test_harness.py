@@ -61,8 +61,8 @@ def test_first_examples_of_the_training_split_follow_the_description(tmp_path: P
     assert prompt == "Sums.\n\nQ: 2+1\nA: 3\n\nQ: 3+1\nA: 4\n\nQ: 0+1\nA:"
     zero = read(tmp_path, CHOICE | {"description": "Sums: "})
     assert zero.kind.prompt(zero.items[0]) == "Sums: Q: 0+1\nA:"
-    with pytest.raises(WhorlError, match="description is 'Sums: '"):
-        read(tmp_path, CHOICE | shots | {"description": "Sums: "})
+    bare = read(tmp_path, CHOICE | shots | {"description": "Sums: "})  # nothing is added behind it
+    assert bare.kind.prompt(bare.items[0]) == "Sums: Q: 2+1\nA: 3\n\nQ: 3+1\nA: 4\n\nQ: 0+1\nA:"
 
 
 def test_texts_continuations_and_answers(tmp_path: Path) -> None:
@@ -103,7 +103,10 @@ def test_white_space_counts_unless_a_filter_removes_it(
         ({"output_type": "greedy_until"}, "output_type is 'greedy_until'"),
         ({"dataset_path": "ai2_arc"}, "dataset_path is 'ai2_arc'"),
         ({"test_split": "dev"}, "data_files with the split 'dev'"),
-        ({"num_fewshot": 2}, "draws examples at random"),
+        ({"num_fewshot": 2}, "has few-shot examples but no training split"),
+        ({"num_fewshot": 2, "training_split": "dev"}, "data_files with the few-shot split 'dev'"),
+        ({"fewshot_config": {"sampler": "balanced"}}, "fewshot_config is"),
+        (GENERATE | {"generation_kwargs": {"num_beams": 4}}, "generation_kwargs has the key 'num_beams'"),
         ({"repeats": 3}, "repeats is 3"),
         ({"metric_list": [{"metric": "f1"}]}, "the metric 'f1', which has no counterpart"),
         (

@@ -98,6 +98,8 @@ def eval(
 
         whorl eval quickstart/sft --task arc --data ARC-Challenge-Test.jsonl --against quickstart/pretrain
 
+        whorl eval chat/sft --task gsm8k --data gsm8k_test.jsonl --train gsm8k_train.jsonl --num-fewshot 5
+
         whorl eval quickstart/sft --task arithmetic-5 --samples 1,2,4 --budgets 8,16,32
 
         whorl eval http://127.0.0.1:8000/v1 --model-name my-model --task gsm8k --data gsm8k_test.jsonl

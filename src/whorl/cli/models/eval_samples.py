@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from whorl.align.data.arithmetic import Arithmetic
 from whorl.align.preference.reward_model import load_reward_model
 from whorl.cli.options import open_artifact
 from whorl.data.quarantine import Quarantine
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, settings_error
 from whorl.evals.grading import read_tasks
 from whorl.evals.kinds.generate import verifiable_task
 from whorl.evals.kinds.kind import EvalTask
 from whorl.evals.model.options import SampleSettings
 from whorl.evals.model.requests import GenerateRequest, ModelBackend, Request, Response, Score
-from whorl.evals.tasks.config import GenerationConfig
+from whorl.evals.tasks.config import GenerationConfig, generation_settings
 from whorl.evals.tasks.task import task_hash
 from whorl.machine.device_probe import probe
 from whorl.store import user_path
@@ -31,29 +32,31 @@ N_PROBLEMS = 100
 def with_samples(task: EvalTask, sampling: SampleSettings) -> EvalTask:
     """Return the task with the given options, and another hash. Raises ConfigError: its kind has no samples."""
     generation = task.config.generation.model_dump()
-    generation |= sampling.model_dump(include={"temperature", "max_tokens"}, exclude_none=True)
+    given = generation_settings(sampling.gen_kwargs, "--gen-kwargs")
+    generation |= given
     options = dict(task.config.options)
     if sampling.samples or sampling.budgets:
         ks = _numbers("--samples", sampling.samples) or (1,)
         if len(ks) == 1:
             ks = (*(1 << i for i in range(ks[0].bit_length()) if 1 << i < ks[0]), ks[0])
-        generation |= {"samples": ks[-1], "seed": sampling.seed}
-        if sampling.temperature is None and not generation["temperature"]:
+        generation |= {"samples": ks[-1], "seed": given.get("seed", sampling.seed)}
+        if "temperature" not in given and not generation["temperature"]:
             generation["temperature"] = 1.0
         options |= {"curves": True, "k": ks, "budgets": _numbers("--budgets", sampling.budgets)}
         options |= {"reward": bool(sampling.reward), "answer_marker": sampling.answer_marker}
         options["continuation_text"] = sampling.continuation_text
-    changes: dict[str, Any] = {"options": options, "chat": sampling.chat or task.config.chat}
+    chat = sampling.apply_chat_template or task.config.chat
+    changes: dict[str, Any] = {"options": options, "chat": chat}
     try:
         changes["generation"] = GenerationConfig.model_validate(generation)
     except ValidationError as error:
-        raise ConfigError(f"a wrong setting of samples: {error.errors()[0]['msg']}") from error
+        raise settings_error(error.errors()[0], "--gen-kwargs", GenerationConfig, "") from error
     if max(options.get("budgets") or (0,)) > generation["max_tokens"]:
         raise ConfigError(
             f"--budgets is {sampling.budgets!r}", expected=f"0 to max_tokens = {generation['max_tokens']} tokens",
-            do="lower the budgets, or raise --max-tokens",
+            do="lower the budgets, or raise --gen-kwargs max_gen_toks=N",
         )  # fmt: skip
-    made = EvalTask(task.config.model_copy(update=changes), task.items, task.examples)
+    made = replace(task, config=task.config.model_copy(update=changes))
     made.hash = task_hash(made)
     return made
 

@@ -33,24 +33,31 @@ def load_tasks(
     *, limit: int | None, documents: Callable[[], Sequence[tuple[str, str]]], sampling: SampleSettings,
 ) -> list[EvalTask]:  # fmt: skip
     """Return the tasks of all options. Raises ConfigError: there are none, or two have one name."""
-    sources, seed = TaskSources(_by_task(data), _by_task(train)), sampling.seed
-    made = {name: generated_task(name, limit=limit, seed=seed, chat=sampling.chat) for name in names or ()}
+    n, chat, seed = sampling.num_fewshot, sampling.apply_chat_template, sampling.seed
+    sources = TaskSources(_by_task(data), _by_task(train), n)
+    made = {name: generated_task(name, limit=limit, seed=seed, chat=chat) for name in names or ()}
     found = [task for task in made.values() if task is not None]
     named = [name for name, task in made.items() if task is None]
     found += named_tasks(named, sources, limit) if named else []
     for name in suites or ():
-        found += load_suite(name, SuiteInputs(documents, limit, seed), TaskSources() if names else sources)
+        own = TaskSources(num_fewshot=n) if names else sources
+        found += load_suite(name, SuiteInputs(documents, limit, seed), own)
     if not found:
         raise ConfigError(
             "no task is given", expected="--suite or --task", do="whorl eval --list shows the ready ones"
         )
+    for task in found:
+        if n and task.config.num_fewshot != n:
+            raise ConfigError(
+                f"--num-fewshot {n}: the task {task.config.name} has no training records",
+                expected="a task of a file, with records of --train", do="leave out --num-fewshot for it",
+            )  # fmt: skip
     labels = [task.config.name for task in found]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise ConfigError(f"two tasks have the name {twice[0]!r}", expected="different names")
-    return (
-        found if sampling == SampleSettings(seed=seed) else [with_samples(task, sampling) for task in found]
-    )
+    plain = sampling == SampleSettings(seed=seed, num_fewshot=n)
+    return found if plain else [with_samples(task, sampling) for task in found]
 
 
 def check_output(out: Path) -> None:

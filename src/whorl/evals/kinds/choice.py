@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from whorl.errors import ConfigError, DataError, shorten
 from whorl.evals.kinds.gold import gold_index, shuffled_order
 from whorl.evals.kinds.kind import Answered, Kind, Metric
-from whorl.evals.model.requests import Request, Score, ScoreRequest
+from whorl.evals.model.requests import Message, Request, Score, ScoreRequest
 from whorl.evals.results import ItemResult, TaskMeasure
 from whorl.evals.statistics.calibration import calibration, probabilities
 from whorl.evals.tasks.records import LETTERS
@@ -143,30 +143,31 @@ class Choice(Kind):
             return super().example_answer(item)
         return f"{self.options.delimiter}{item.choices[item.gold]}"
 
-    def prompt(self, item: Any) -> str:
+    def prompt(self, item: Any) -> str | tuple[Message, ...]:
         """See `Kind`: the prompt of the first form."""
         return self._prompt(item, self.options.forms[0])
 
-    def _prompt(self, item: Any, form: Form) -> str:
+    def _prompt(self, item: Any, form: Form) -> str | tuple[Message, ...]:
+        make = self.task.messages if self.config.chat else self.task.prompt
         if form == "cloze":
-            return str(self.task.prompt(self.template, item, self.example_answer))
+            return make(self.template, item, self.example_answer)
         answer = self.example_answer if self._example_answer is not None else self._letter_answer
-        return str(self.task.prompt(self._letters, item, answer))
+        return make(self._letters, item, answer)
 
     def _letter_answer(self, item: Any) -> str:
         return f"{self.options.delimiter}{LETTERS[item.gold]}"
 
     def _continuations(self, item: Any, form: Form) -> list[str]:
         texts = item.choices if form == "cloze" else LETTERS[: len(item.choices)]
-        return [self.options.delimiter + text for text in texts]
+        return [text if self.config.chat else self.options.delimiter + text for text in texts]
 
     def _no_question(self, item: Any, form: Form) -> str:
         """Return the context without the question."""
         if form == "cloze":
             return "" if self._unconditional is None else str(self._unconditional(item.variables, item.id))
-        prompt = self._prompt(item, form)
         own: str = self._letters(item.variables, item.id)
-        return prompt[: len(prompt) - len(own)] + own.rstrip().rpartition("\n")[2]
+        prompt, last = self._prompt(item, form), own.rstrip().rpartition("\n")[2]
+        return prompt[: len(prompt) - len(own)] + last if isinstance(prompt, str) else last
 
     def requests(self, item: Any) -> Sequence[Request]:
         """See `Kind`: for each form the choices after the prompt, then without the question."""

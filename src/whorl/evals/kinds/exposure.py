@@ -53,7 +53,7 @@ class Exposure(Kind):
 
     def steps(self, item: Any) -> Steps:
         """See `Kind`: one round samples, the next scores both texts."""
-        prompt = str(self.prompt(item))
+        prompt = self.prompt(item)
         sampled = yield Round([self.generate_request(item, prompt, temperature=1.0)])
         if not isinstance(sampled[0], Completion) or not sampled[0].text:
             return Answered(item, tuple(sampled))

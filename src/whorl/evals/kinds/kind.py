@@ -105,13 +105,15 @@ class EvalTask:
     Attributes:
         examples: few-shot examples, in order.
         hash: see `tasks/task.py`.
+        drawn: id of an item -> its own examples, where they are drawn for each item.
     """
 
     config: TaskConfig
     items: list[Item]
     examples: list[Item]
     hash: str = ""
-    _prefixes: dict[str, str] = field(default_factory=dict, repr=False)
+    drawn: Mapping[str, Sequence[Item]] = field(default_factory=dict)
+    _texts: dict[tuple[str, str], str] = field(default_factory=dict, repr=False)  # of examples
 
     @cached_property
     def kind(self) -> Kind:
@@ -129,23 +131,36 @@ class EvalTask:
         """Return a template of this task, for messages named after its setting."""
         return Template(source, f"task {self.config.name}: {setting}", expression=expression)
 
+    def examples_of(self, item: Item) -> Sequence[Item]:
+        """Return the few-shot examples of an item, in order."""
+        return self.drawn.get(item.id, self.examples)
+
     def prompt(self, template: Template, item: Item, answer: Callable[[Item], str]) -> str:
         """Return `system`, the few-shot examples with their answers, and the item, as one text.
 
         answer: text that follows the prompt of an example.
         """
-        if template.source not in self._prefixes:
-            parts = [self.config.system, *(template(e.variables, e.id) + answer(e) for e in self.examples)]
-            self._prefixes[template.source] = "".join(p + self.config.separator for p in parts if p)
-        prompt: str = self._prefixes[template.source] + template(item.variables, item.id)
-        return prompt
+        config, parts = self.config, list[str]()
+        if config.system:
+            parts.append(
+                config.system + (config.separator if config.system_end is None else config.system_end)
+            )
+        for e in self.examples_of(item):
+            if (key := (template.source, e.id)) not in self._texts:
+                self._texts[key] = template(e.variables, e.id) + answer(e)
+            parts += [self._texts[key], config.separator]
+        return "".join([*parts, template(item.variables, item.id)])
 
     def messages(self, template: Template, item: Item, answer: Callable[[Item], str]) -> tuple[Message, ...]:
-        """Return the same as a conversation: each example is a message of the user and one of the assistant."""
+        """Return the same as a conversation: each example is a message of the user and one of the assistant.
+
+        The white space between a prompt and its answer is left out (as in lm-evaluation-harness 0.4.13).
+        """
         found = [{"role": "system", "content": self.config.system}] if self.config.system else []
-        for example in self.examples:
+        for example in self.examples_of(item):
             found.append({"role": "user", "content": template(example.variables, example.id)})
-            found.append({"role": "assistant", "content": answer(example).strip()})
+            text = answer(example)
+            found.append({"role": "assistant", "content": text[1:] if text[:1].isspace() else text})
         return (*found, {"role": "user", "content": template(item.variables, item.id)})
 
 
@@ -229,9 +244,8 @@ class Kind:
 
     def prompt(self, item: Item) -> str | tuple[Message, ...]:
         """Return the prompt with its few-shot examples: a text, or messages if the task is a conversation."""
-        if self.config.chat:
-            return self.task.messages(self.template, item, self.example_answer)
-        return self.task.prompt(self.template, item, self.example_answer)
+        make = self.task.messages if self.config.chat else self.task.prompt
+        return make(self.template, item, self.example_answer)
 
     def generate_request(
         self, item: Item, prompt: str | tuple[Message, ...], sample: int = 0, **changes: Any
@@ -243,7 +257,7 @@ class Kind:
         """
         each = self.config.generation
         request = GenerateRequest(
-            prompt, each.max_tokens, each.stop, each.temperature, each.top_p, heal=each.heal
+            prompt, each.max_tokens, each.stop, each.temperature, each.top_p, heal=each.heal, top_k=each.top_k
         )
         request = replace(request, **changes)
         seed = derive(each.seed, item.id, sample) % SEEDS if request.temperature else each.seed

@@ -26,7 +26,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from whorl.errors import DataError
+from whorl.errors import ConfigError, DataError
 from whorl.evals.kinds.kind import Answered, Kind, Metric
 from whorl.evals.model.requests import Request, Score, ScoreRequest, TextRequest
 from whorl.evals.results import ItemResult
@@ -75,6 +75,11 @@ class TextLikelihood(Kind):
                 **self.metrics,
             }
             self.default_metrics = ("acc", "item_perplexity", "bits_per_byte")
+        elif self.config.chat or self.config.num_fewshot:
+            raise ConfigError(
+                f"task {self.config.name} scores whole texts", expected="no few-shot examples and no chat template",
+                do="leave out --num-fewshot and --apply-chat-template for it",
+            )  # fmt: skip
 
     def target(self, item: Any) -> str:
         """Return the scored text."""
@@ -104,7 +109,7 @@ class TextLikelihood(Kind):
                     self.target(item), self.options.window, self.options.stride, self.options.score_bos
                 )
             ]
-        return [ScoreRequest(str(self.prompt(item)), self.target(item))]
+        return [ScoreRequest(self.prompt(item), self.target(item))]
 
     def score_item(self, answered: Answered) -> ItemResult:
         """See `Kind`."""

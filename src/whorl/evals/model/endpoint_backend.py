@@ -157,7 +157,8 @@ class EndpointBackend:
         prompt = [dict(m) for m in request.prompt if not isinstance(m, str)] if not plain else request.prompt
         body = self._body(
             **{"prompt" if plain else "messages": prompt}, max_tokens=request.max_tokens, stream=True, seed=request.seed,
-            temperature=request.temperature, top_p=request.top_p, stop=list(request.stop) or None,
+            temperature=request.temperature, top_p=request.top_p, top_k=request.top_k or None,
+            stop=list(request.stop) or None,
         )  # fmt: skip
         path = "/completions" if plain else "/chat/completions"
         return self.client.call(path, body, self._read_completion)
@@ -190,6 +191,10 @@ class EndpointBackend:
 
     def _score(self, request: ScoreRequest) -> Response:
         if self.encoder is None:
+            if not isinstance(request.context, str):
+                return Missing(
+                    "an endpoint scores no conversations without the model's tokenizer; give --tokenizer"
+                )
             context, continuation = move_space(request.context, request.continuation)
             return self._score_by_offset(context, continuation)
         [pair] = self.encoder.encode_pairs([(request.context, request.continuation)])

@@ -251,7 +251,9 @@ class EngineBackend:
         room = max(self._length - len(ids), self._length // 2, 1)
         max_tokens = min(request.max_tokens, room)
         kept = ids[-(self._length - max_tokens) :]
-        sampling = SamplingParams(temperature=request.temperature, top_p=request.top_p, seed=request.seed)
+        sampling = SamplingParams(
+            temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, seed=request.seed
+        )
         made = self._request(
             kept, sampling=sampling, max_tokens=max_tokens, stop=stop, stop_ids=stop_ids, forced_prefix=forced
         )
@@ -297,8 +299,7 @@ def _read_completion(deltas: Sequence[Delta], n_cut: int) -> Response:
 
 
 def _sort_key(request: Request) -> str:
-    if isinstance(request, ScoreRequest):
-        return request.context
     if isinstance(request, TextRequest):
         return request.text
-    return request.prompt if isinstance(request.prompt, str) else repr(request.prompt)
+    text = request.context if isinstance(request, ScoreRequest) else request.prompt
+    return text if isinstance(text, str) else repr(text)

@@ -1,4 +1,4 @@
-"""Options of `whorl eval`: how a model runs, and samples of its answers. Importable without torch."""
+"""Options of `whorl eval`: how a model runs, and how items are sent to it. Importable without torch."""
 
 from __future__ import annotations
 
@@ -40,10 +40,21 @@ class ModelOptions(BaseModel):
 
 
 class SampleSettings(BaseModel):
-    """Samples of an answer. None or empty keeps the setting of the task."""
+    """How items are sent, and samples of an answer. None or empty keeps the setting of the task."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    num_fewshot: int | None = Field(
+        default=None, ge=0, description="few-shot examples of each item, drawn from --train or the task's own records"
+    )  # fmt: skip
+    apply_chat_template: bool = Field(
+        default=False,
+        description="send prompt, few-shot examples and answers as messages, with the model's chat template",
+    )
+    gen_kwargs: str = Field(
+        default="", description="settings of generated answers: temperature=0.7,top_p=0.9; also top_k, max_gen_toks, until, "
+        "do_sample, seed", json_schema_extra={"metavar": "NAME=VALUE,..."},
+    )  # fmt: skip
     samples: str = Field(
         default="", description="samples per item, and curves of votes and best of N over them",
         json_schema_extra={"metavar": "N,N,..."},
@@ -55,11 +66,6 @@ class SampleSettings(BaseModel):
     reward: str = Field(
         default="", description="a reward model, for best of N of --samples", json_schema_extra={"metavar": "ARTIFACT"}
     )  # fmt: skip
-    temperature: float | None = Field(
-        default=None, ge=0, description="of answers; default: the task's, and 1 with --samples"
-    )
-    max_tokens: int | None = Field(default=None, ge=1, description="tokens of an answer; default: the task's")
-    chat: bool = Field(default=False, description="send prompts as messages of a conversation")
     answer_marker: str = Field(default="#### ", description="with --budgets: text before an answer")
     continuation_text: str = Field(
         default="Wait, ", description="with --budgets: text that replaces an early end of thinking"

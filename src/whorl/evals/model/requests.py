@@ -23,10 +23,11 @@ class ScoreRequest:
     """Score `continuation` after `context`.
 
     The text context + continuation is tokenized as a whole; the continuation's ids are those behind the ids of the
-    context alone. White space at the end of the context counts as part of the continuation.
+    context alone. White space at the end of the context counts as part of the continuation. A context of messages is
+    rendered with the model's chat template, up to the start of the reply.
     """
 
-    context: str
+    context: str | tuple[Message, ...]
     continuation: str
 
 
@@ -61,6 +62,7 @@ class GenerateRequest:
     seed: int = 0
     heal: bool = False
     answer_ids: tuple[int, ...] = ()
+    top_k: int = 0
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,9 @@ CREATE TABLE IF NOT EXISTS responses (
 def request_key(address: str, request: Request) -> bytes:
     """Return the key of a request to the model at `address`."""
     fields = asdict(request)
-    if not fields.get("answer_ids", True):  # no part of the key of earlier versions
-        del fields["answer_ids"]
+    for name in ("answer_ids", "top_k"):  # no part of the key of earlier versions
+        if not fields.get(name, True):
+            del fields[name]
     content = [VERSION, address, type(request).__name__, fields]
     return hashlib.sha256(canonical_json(content)).digest()
 

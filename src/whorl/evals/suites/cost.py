@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from whorl.evals.kinds.kind import EvalTask
+from whorl.evals.kinds.kind import EvalTask, shown_prompt
 from whorl.evals.model.requests import GenerateRequest, Request, ScoreRequest
 
 
@@ -52,11 +52,8 @@ def _shared(first: str, second: str) -> int:
 
 def _text(request: Request) -> str:
     if isinstance(request, ScoreRequest):
-        return request.context + request.continuation
-    if isinstance(request, GenerateRequest):
-        prompt = request.prompt
-        return prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
-    return request.text
+        return shown_prompt(request.context) + request.continuation
+    return shown_prompt(request.prompt) if isinstance(request, GenerateRequest) else request.text
 
 
 def _tokens(request: Request) -> int:

@@ -106,14 +106,18 @@ class TaskSources:
 
     Attributes:
         test, train: name of a task -> files; the name "" is any task.
+        num_fewshot: few-shot examples of each item; None keeps those of the task.
     """
 
     test: Mapping[str, Sequence[str]] = field(default_factory=dict)
     train: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    num_fewshot: int | None = None
 
     def load(self, config: TaskConfig, limit: int | None = None) -> EvalTask:
         """Return the task with its items. Raises ConfigError, DataError."""
         test, train = (given.get(config.name, given.get("", ())) for given in (self.test, self.train))
+        if self.num_fewshot is not None:
+            config = config.model_copy(update={"num_fewshot": self.num_fewshot, "examples": ()})
         return load_task(config, test=test, train=train, limit=limit)
 
 

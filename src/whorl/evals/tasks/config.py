@@ -6,7 +6,7 @@
     template = "Question: {{ question }}\nAnswer:"
     choices = "choices.text"
     gold = "choices.label.index(answerKey)"
-    examples = ["Mercury_7175875"]         # few-shot examples, ids of records of data.train
+    examples = ["Mercury_7175875"]         # few-shot examples, ids of records of data.train; or num_fewshot = 5
     metrics = ["acc", "acc_norm"]          # default: the metrics of the kind; the first one decides right or wrong
 
     [data]
@@ -24,14 +24,21 @@ and `item.id`, `item.gold`, `item.choices`, `item.letters` and `item.fields`.
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from whorl.errors import ConfigError, settings_error
+from whorl.errors import ConfigError, one_of, settings_error
 
+GENERATION = {  # names of the harness
+    "max_gen_toks": "max_tokens", "max_tokens": "max_tokens", "until": "stop", "stop": "stop",
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed",
+}  # fmt: skip
 CORRECT_TASK = "correct the task file; docs/evals.md lists the settings"
 Paths = Annotated[
     tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
@@ -64,10 +71,45 @@ class GenerationConfig(BaseModel):
     )
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy decoding")
     top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0 keeps all")
     seed: int = Field(
         default=0, ge=0, description="of the samples; each sample has its own, derived from this one"
     )
     heal: bool = Field(default=False, description="the last token of the prompt may be part of a longer one")
+
+
+def generation_settings(given: Mapping[str, Any] | str, where: str) -> dict[str, Any]:
+    """Return settings of `GenerationConfig` from those of lm-evaluation-harness: a mapping, or NAME=VALUE,...
+
+    A value in a text is JSON, or the text itself. where: for messages.
+
+    Raises:
+        ConfigError: an unknown name, or a temperature next to `do_sample: false`.
+    """
+    found, parsed = {}, dict(given) if isinstance(given, Mapping) else {}
+    for part in re.split(r",(?=\s*\w+\s*=)", given) if given and isinstance(given, str) else ():
+        name, equals, value = (each.strip() for each in part.partition("="))
+        if not equals:
+            do = "for example temperature=0.7,top_p=0.9"
+            raise ConfigError(f"{where} is {given!r}", expected="NAME=VALUE,...", do=do)
+        try:
+            parsed[name] = json.loads(value.lower() if value in ("True", "False") else value)
+        except ValueError:
+            parsed[name] = value
+    for name, value in parsed.items():
+        if name not in (names := (*GENERATION, "do_sample")):
+            raise ConfigError(
+                f"{where} has the key {name!r}, which has no counterpart", expected=one_of(name, names)
+            )
+        if name != "do_sample":
+            found[GENERATION[name]] = value
+    if parsed.get("do_sample"):
+        found.setdefault("temperature", 1.0)
+    elif "do_sample" in parsed and found.setdefault("temperature", 0.0):
+        raise ConfigError(
+            f"{where}: do_sample is false and temperature {found['temperature']}", expected="one of them"
+        )
+    return found
 
 
 class TaskConfig(BaseModel):
@@ -88,12 +130,19 @@ class TaskConfig(BaseModel):
     system: str = Field(
         default="", description="text before everything else; the system message of a conversation"
     )
+    system_end: str | None = Field(default=None, description="text after `system`; default: the separator")
     chat: bool = Field(
-        default=False, description="send the prompt as a message of a conversation, not as a text"
+        default=False,
+        description="send prompt, examples and answers as messages of a conversation, not as a text",
     )
     choices: str | tuple[str, ...] = ""
     gold: str = Field(default="", description="the right answer: an expression")
     examples: tuple[str, ...] = Field(default=(), description="ids of few-shot examples in data.train")
+    num_fewshot: int = Field(default=0, ge=0, description="number of few-shot examples; replaces `examples`")
+    fewshot_sampler: Literal["default", "first_n"] = Field(
+        default="default",
+        description="a random draw from data.train for each item, or the first records of it",
+    )
     example_answer: str = Field(
         default="", description="template of an example's answer; default: that of the kind"
     )

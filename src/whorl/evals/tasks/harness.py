@@ -8,8 +8,7 @@
     doc_to_text: "{{question}}"
 
 A key that changes a score and has no counterpart here is an error that names it: a figure must not differ in silence.
-Python functions (`!function`), `include`, and examples drawn at random are such keys. `num_fewshot` is read with
-`fewshot_config: {sampler: first_n}`, which takes the first examples of the split.
+Python functions (`!function`) and `include` are such keys.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whorl.errors import ConfigError
-from whorl.evals.tasks.config import TaskConfig, absolute, parse_task
-from whorl.evals.tasks.records import read_records
+from whorl.errors import ConfigError, one_of
+from whorl.evals.tasks.config import TaskConfig, absolute, generation_settings, parse_task
 from whorl.registry import require_extra
 
 WITHOUT_EFFECT = {  # on a score
@@ -32,10 +30,12 @@ KEYS = WITHOUT_EFFECT | {
     "doc_to_text", "doc_to_target", "doc_to_choice", "num_fewshot", "fewshot_config", "target_delimiter",
     "fewshot_delimiter", "description", "generation_kwargs", "repeats", "filter_list",
 }  # fmt: skip
+EXAMPLE_SPLITS = ("fewshot_split", "training_split", "validation_split")  # the first that is set
 MAX_WINDOW = 1 << 30  # reduced to the model's length
 MAPPINGS = ("dataset_kwargs", "fewshot_config", "generation_kwargs", "metadata")
 LISTS = ("metric_list", "filter_list")  # of mappings
 NUMBERS = ("num_fewshot", "repeats")
+SAMPLERS = ("default", "first_n")
 KINDS = {
     "multiple_choice": "choice",
     "loglikelihood": "likelihood",
@@ -152,29 +152,21 @@ def _convert(path: Path, content: Mapping[str, Any]) -> TaskConfig:
     fields: dict[str, Any] = {
         "name": str(content.get("task") or path.stem), "kind": kind, "version": _version(content),
         "template": _template(path, content, text), "system": str(content.get("description", "")),
-        "separator": str(content.get("fewshot_delimiter", "\n\n")), "data": {"test": splits[test]},
+        "separator": str(content.get("fewshot_delimiter", "\n\n")), "system_end": "", "data": {"test": splits[test]},
+        "num_fewshot": int(content.get("num_fewshot") or 0),
     }  # fmt: skip
-    _place_description(path, content, fields)
+    given = content.get("fewshot_config") or {}
+    fields["fewshot_sampler"] = given.get("sampler", "default")
+    if not {*given} <= {"sampler"} or fields["fewshot_sampler"] not in SAMPLERS:
+        raise wrong("fewshot_config", f"the key sampler alone: {one_of(str(given.get('sampler')), SAMPLERS)}")
+    examples = next((content[key] for key in EXAMPLE_SPLITS if content.get(key)), "")
+    if examples and examples not in splits and fields["num_fewshot"]:
+        raise wrong("dataset_kwargs", f"data_files with the few-shot split {examples!r}")
+    fields["data"]["train"] = splits.get(examples, ())
     _add_kind(path, content, output, fields)
     fields["metrics"] = _metrics(path, content, kind)
     config = parse_task(fields, str(path))
-    config = config.model_copy(update={"data": absolute(config.data, path.parent)})
-    return _with_examples(path, content, splits, config)
-
-
-def _place_description(path: Path, content: Mapping[str, Any], fields: dict[str, Any]) -> None:
-    """The harness adds nothing between a description and the first prompt; `system` is followed by the separator."""
-    description, separator = fields["system"], fields["separator"]
-    if description and not content.get("num_fewshot"):
-        fields["template"], fields["system"] = description + fields["template"], ""
-    elif description and not (separator and description.endswith(separator)):
-        raise ConfigError(
-            f"{path}: description is {description!r} and fewshot_delimiter {separator!r}",
-            expected="a description that ends with the fewshot_delimiter, where there are examples",
-            do="write the task as TOML",
-        )
-    elif description:
-        fields["system"] = description.removesuffix(separator)
+    return config.model_copy(update={"data": absolute(config.data, path.parent)})
 
 
 def _add_kind(path: Path, content: Mapping[str, Any], output: str, fields: dict[str, Any]) -> None:
@@ -203,21 +195,10 @@ def _add_kind(path: Path, content: Mapping[str, Any], output: str, fields: dict[
     elif output == "loglikelihood_rolling":  # windows of the model's length that do not overlap
         fields["options"] = {"window": MAX_WINDOW, "stride": MAX_WINDOW, "score_bos": True}
     elif output == "generate_until":
-        settings = dict(content.get("generation_kwargs") or {})
-        until = settings.pop("until", fields["separator"])
-        sampled = settings.pop("do_sample", False)
-        temperature = (
-            float(settings.pop("temperature", 0.0)) if sampled else 0.0 * bool(settings.pop("temperature", 0))
-        )
-        fields["generation"] = {
-            "stop": [until] if isinstance(until, str) else list(until), "temperature": temperature,
-            "max_tokens": int(settings.pop("max_gen_toks", 256)), "top_p": float(settings.pop("top_p", 1.0)),
-        }  # fmt: skip
-        if settings:
-            raise ConfigError(
-                f"{path}: generation_kwargs has the key {next(iter(settings))!r}, which has no counterpart",
-                expected="until, do_sample, temperature, top_p, max_gen_toks",
-            )  # fmt: skip
+        settings = {"until": fields["separator"], **(content.get("generation_kwargs") or {})}
+        if not settings.get("do_sample"):
+            settings.pop("temperature", None)  # the harness ignores it
+        fields["generation"] = generation_settings(settings, f"{path}: generation_kwargs")
         fields["gold"] = _expression(target)
         fields["example_answer"] = delimiter + _template(path, content, "doc_to_target")
         form = "bare" if strips else "verbatim"
@@ -239,30 +220,6 @@ def _strips(path: Path, content: Mapping[str, Any]) -> bool:
             do="write the task as TOML, with a metric's form or a pattern (docs/evals/metrics.md)",
         )  # fmt: skip
     return "remove_whitespace" in names
-
-
-def _with_examples(
-    path: Path, content: Mapping[str, Any], splits: Mapping[str, Any], config: TaskConfig
-) -> TaskConfig:
-    """Return the configuration with the first examples of the few-shot split."""
-    n = int(content.get("num_fewshot") or 0)
-    if not n:
-        return config
-    sampler = (content.get("fewshot_config") or {}).get("sampler")
-    if sampler != "first_n":
-        raise ConfigError(
-            f"{path}: num_fewshot is {n} and fewshot_config.sampler is {sampler!r}, which draws examples at random",
-            expected="sampler: first_n", do="set it, or name the examples by id in a TOML task",
-        )  # fmt: skip
-    split = str(content.get("fewshot_split") or content.get("training_split"))
-    if split not in splits:
-        raise ConfigError(
-            f"{path}: no files for the few-shot split {split!r}", expected="one of its data_files"
-        )
-    data = absolute(config.data.model_copy(update={"train": (str(splits[split]),)}), path.parent)
-    records = [r for _, r in zip(range(n), read_records(data.train, f"task {config.name}"), strict=False)]
-    ids = tuple(str(record.get("id", number)) for number, record in enumerate(records, 1))
-    return config.model_copy(update={"data": data, "examples": ids})
 
 
 def _template(path: Path, content: Mapping[str, Any], key: str) -> str:

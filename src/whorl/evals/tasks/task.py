@@ -3,14 +3,17 @@
 The hash covers the configuration (without paths), the version of the kind's code, and the content of the records and
 examples. Two figures with the same hash are comparable; it is shown with every figure.
 
-The subtle point is the examples. They are named by id and come from the training split. An example that is also in the
-test split, by its id or by its prompt, is refused: the item would be scored with its own answer in view.
+The subtle point is the examples. They come from the training split, named by id or drawn (`num_fewshot`). An example that is
+also in the test split, by its id or by its prompt, is refused: the item would be scored with its own answer in view. Drawn
+examples are those of lm-evaluation-harness 0.4: one generator of seed 1234 draws for the items in order. Where both splits
+are the same file, it draws one more and leaves the item out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +27,8 @@ from whorl.evals.tasks.records import Fields, Item, read_records
 from whorl.evals.tasks.template import RESERVED, Template
 
 HASH_DIGITS = 12
+FEWSHOT_SEED = 1234  # of lm-evaluation-harness
+LATER_SETTINGS = ("num_fewshot", "fewshot_sampler", "system_end")  # no part of earlier hashes
 
 
 def load_task(
@@ -49,19 +54,24 @@ def load_task(
             f"{label} has no data", expected="files in data.test",
             do=f"give them with --data PATH (or --data {config.name}=PATH); source: {config.source or 'see its file'}",
         )  # fmt: skip
-    if config.examples and not train_paths:
+    if (config.examples or config.num_fewshot) and not train_paths:
         raise ConfigError(
             f"{label} has few-shot examples but no training split", expected="files in data.train",
             do=f"give them with --train PATH (or --train {config.name}=PATH)",
         )  # fmt: skip
     records = read_records(test_paths, label, data.unnest)
-    return make_task(config, records, read_records(train_paths, label, data.unnest), limit=limit)
+    train_records = read_records(train_paths, label, data.unnest)
+    return make_task(config, records, train_records, limit=limit, one_split=train_paths == test_paths)
 
 
 def make_task(
-    config: TaskConfig, test: Iterable[Fields], train: Iterable[Fields] = (), *, limit: int | None = None
-) -> EvalTask:
-    """Return a task with the items of given records, such as generated ones. Arguments and errors as `load_task`."""
+    config: TaskConfig, test: Iterable[Fields], train: Iterable[Fields] = (), *, limit: int | None = None,
+    one_split: bool = False,
+) -> EvalTask:  # fmt: skip
+    """Return a task with the items of given records, such as generated ones. Arguments and errors as `load_task`.
+
+    one_split: the training records are the test records.
+    """
     label = f"task {config.name}"
     task = EvalTask(config, [], [])
     records = _select(task, list(test), "test")
@@ -83,6 +93,8 @@ def make_task(
         task.examples = _items(task, chosen)
     everything = list(records.items())
     task.items = _items(task, dict(everything if limit is None else everything[:limit]))
+    if config.num_fewshot:
+        _draw_examples(task, _select(task, list(train), "train"), one_split)
     _check_examples_unseen(task)
     for item in (*task.examples, *task.items):
         kind.check(item)
@@ -97,6 +109,10 @@ def task_hash(task: EvalTask) -> str:
         del config[name]
     for name in ("test", "train"):
         del config["data"][name]
+    for settings, names in ((config, LATER_SETTINGS), (config["generation"], ("top_k",))):
+        for name in names:
+            if settings[name] in (0, "default", None):
+                del settings[name]
     content = {
         "config": config,
         "kind": task.kind.version,
@@ -157,18 +173,41 @@ def _examples(task: EvalTask, test: Mapping[str, Fields], train: Mapping[str, Fi
     return {name: train[name] for name in task.config.examples}
 
 
+def _draw_examples(task: EvalTask, train: Mapping[str, Fields], one_split: bool) -> None:
+    """Give each item its examples. Raises DataError: there are fewer records than examples."""
+    n, first, pool = task.config.num_fewshot, task.config.fewshot_sampler == "first_n", list(train)
+    if task.config.examples:
+        raise ConfigError(f"task {task.config.name} has num_fewshot and examples", expected="one of them")
+    if n + one_split > len(pool):
+        raise DataError(
+            f"task {task.config.name}: {n} few-shot examples of {len(pool):,} records",
+            expected=f"at most {max(0, len(pool) - one_split)}", do="lower --num-fewshot, or give more records with --train",
+        )  # fmt: skip
+    rng, chosen = random.Random(FEWSHOT_SEED), dict[str, list[str]]()
+    for item in task.items:
+        names = pool[: n + one_split] if first else rng.sample(pool, n + one_split)
+        chosen[item.id] = [name for name in names if not (one_split and train[name] == item.fields)][:n]
+    used = dict.fromkeys(name for names in chosen.values() for name in names)
+    task.examples = _items(task, {name: train[name] for name in used})
+    made = dict(zip(used, task.examples, strict=True))
+    task.drawn = {item: tuple(made[name] for name in names) for item, names in chosen.items()}
+
+
 def _check_examples_unseen(task: EvalTask) -> None:
-    """Raises DataError: an example has the prompt of an item."""
+    """Raises DataError: an example has the prompt of an item that it precedes."""
     if not task.examples:
         return
     template = task.template("template", task.config.template)
-    seen = {template(item.variables, item.id): item.id for item in task.items}
-    for example in task.examples:
-        if (twin := seen.get(template(example.variables, example.id))) is not None:
-            raise DataError(
-                f"task {task.config.name}: the few-shot example {example.id!r} is in the test split, as {twin!r}",
-                expected="an example with another prompt than every item", do="choose another example",
-            )  # fmt: skip
+    prompts = {example.id: template(example.variables, example.id) for example in task.examples}
+    for item in task.items:
+        own = template(item.variables, item.id)
+        for example in task.examples_of(item):
+            if prompts[example.id] == own:
+                raise DataError(
+                    f"task {task.config.name}: the few-shot example {example.id!r} is in the test split, as {item.id!r}",
+                    expected="an example with another prompt than the item",
+                    do="choose another example, or remove the record from one of the files",
+                )  # fmt: skip
 
 
 def _items(task: EvalTask, records: Mapping[str, Fields]) -> list[Item]:

@@ -135,6 +135,23 @@ class ChatTemplate:
         given = self._checked(messages, tools, variables, add_generation_prompt)
         return self._encode_checked(self._render(given, add_generation_prompt), given.mark)
 
+    def encode_pair(self, messages: Sequence[Message], reply: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a conversation up to the start of a reply, and those of the reply, which may be cut.
+
+        The rendered text is split as `TokenEncoder` splits a text and its continuation: white space in front of the reply
+        belongs to the reply.
+
+        Raises:
+            DataError: as `encode_prompt`.
+        """
+        given = self._checked(messages, (), None, True)
+        given = replace(given, mark=unused_character((given.messages, reply)))
+        text = self._render(given, True)
+        context = text.rstrip()
+        whole = text + self._escape_special_and_added(reply, given.mark)
+        before = self._encode_checked(context, given.mark)
+        return before, self._encode(whole, given.mark)[len(before) :]
+
     def encode_with_mask(
         self,
         messages: Sequence[Message],
