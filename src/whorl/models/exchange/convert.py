@@ -177,7 +177,9 @@ def export_model(
         if (source / name).is_file():
             given = read_json(source / name)
             fields |= {field: given[field] for field in SPECIAL_ID_FIELDS if field in given}
-    write_folder(folder, fields, rules, own, types, source=source, shard_bytes=shard_bytes)
+    write_folder(
+        folder, fields, rules, own, types, source=source, code=chosen.code, shard_bytes=shard_bytes
+    )
 
 
 def find_family(config: TransformerConfig) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +31,7 @@ class ModelFamily:
     model_type, architecture: its names in `config.json`.
     prefix: of the names of all tensors but the head; some files lack it.
     ignored_tensors: a pattern of names of computed tables, which may be left unread.
+    code: Python files that `transformers` needs, copied into the folder.
     fold: changes the loaded weights by numbers of `config.json` that no field of a `TransformerConfig` has.
     """
 
@@ -42,6 +44,7 @@ class ModelFamily:
     head: str = "lm_head.weight"
     embedding: str = "model.embed_tokens.weight"
     ignored_tensors: str = r".*\.rotary_emb\.inv_freq"
+    code: tuple[Path, ...] = ()
     fold: Callable[[dict[str, Any], dict[str, Tensor]], None] = lambda data, state: None
 
 

@@ -133,9 +133,10 @@ def write_folder(
     *,
     source: Path | None,
     files: Iterable[str] = TOKENIZER_FILES,
+    code: Iterable[Path] = (),
     shard_bytes: int,
 ) -> None:
-    """Write `config.json`, the tensors, and the `files` that exist in `source`, atomically.
+    """Write `config.json`, the tensors, `code`, and the `files` that exist in `source`, atomically.
 
     Args:
         fields: of `config.json`; dtypes: from `export_dtypes`; shard_bytes: the maximum size of a weight file.
@@ -161,6 +162,8 @@ def write_folder(
     with AtomicFolder(folder) as draft:
         if source is not None:
             copy_files(source, draft, files)
+        for file in code:
+            copy_files(file.parent, draft, [file.name])
         write_shards(draft, sizes, make, shard_bytes)
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
         (draft / "config.json").write_text(text, encoding="utf-8")
