@@ -46,6 +46,8 @@ VERBS = {
     "gc": "artifacts",
     "import": "models",
     "export": "models",
+    "push": "models",
+    "pull": "models",
     "bench-serve": "serving",
     "quantize": "models",
     "eval": "models",

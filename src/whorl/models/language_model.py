@@ -56,7 +56,6 @@ class LanguageModel(nn.Module, ABC):
         own_matrices: names of direct parameters that are weight matrices, where they exist (`train/optim/decay_mask.py`).
         embedding_norm: norm of the embeddings, or an identity.
         memory: n-gram embedding, possibly quantized, or None.
-        unexportable: the part of the network that other libraries lack, or None.
     """
 
     config: Any
@@ -74,7 +73,6 @@ class LanguageModel(nn.Module, ABC):
     embedding_norm: nn.Module
     final_norm: nn.Module
     memory: Any
-    unexportable: str | None = None
 
     @property
     def eval_window(self) -> int:

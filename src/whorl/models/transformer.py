@@ -94,7 +94,6 @@ class Transformer(LanguageModel):
         self.max_positions = config.max_length if config.learned_positions else None
         dropless = config.experts is None or config.experts.routing == "dropless"
         self.batch_independent = dropless and config.masked is None
-        self.unexportable = None if config.ngram is None else "n-gram embedding"
 
         def random_table(rows: int, std: float = 0.02) -> nn.Parameter:
             return nn.Parameter(torch.randn(rows, config.d_model, generator=generator) * std)

@@ -169,7 +169,7 @@ def test_export_keeps_balance_bias_in_fp32(tmp_path: Path) -> None:
 
 def test_families_are_all_tested() -> None:
     types = {hf_model(case).config.model_type for case in CASES}
-    assert types == set(FAMILIES) - {"whorl"}
+    assert types == set(FAMILIES) - {"whorl", "whorl_decoder"}  # test_hf_decoder.py
 
 
 def test_find_family_gives_a_reason_per_family() -> None:

@@ -182,12 +182,12 @@ def test_gguf_tensors_for_llama_cpp_only(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensors["blk.1.exp_probs_b.bias"], balance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gguf_dtype_applies_to_matrices_only(dtype: torch.dtype, tmp_path: Path) -> None:
-    model, file = export(CASES["mixtral"][1], tmp_path, dtype=dtype)
+@pytest.mark.parametrize(("kind", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
+def test_gguf_type_applies_to_matrices_only(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, file = export(CASES["mixtral"][1], tmp_path, kind=kind)
     reader = gguf.GGUFReader(file)
     types = {t.name: t.tensor_type.name for t in reader.tensors}
-    low = {torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
+    low = kind.upper()
     for name, kind in types.items():
         assert kind == ("F32" if "norm" in name or "ffn_gate_inp" in name else low), name
     assert field(file, "general.file_type") == (1 if low == "F16" else 32)
@@ -249,9 +249,9 @@ def test_gguf_export_rejects_bad_model_and_target(tiny_decoder: Any, tmp_path: P
     rejected: list[tuple[str, Any, Path, dict[str, Any]]] = [
         ("exists", model, file, {}),
         ("exists", model, tmp_path, {}),
-        (r"dtype is torch\.int8", model, new, {"dtype": torch.int8}),
+        ("type of a GGUF file is 'q4'", model, new, {"kind": "q4"}),
         (r"weights are torch\.float64", double.double(), new, {}),
-        (r"'token_embd.weight' holds 1e\+06", huge, new, {"dtype": torch.float16}),
+        (r"'token_embd.weight' holds 1e\+06", huge, new, {"kind": "f16"}),
         ("embedding_norm is True", tiny_decoder, new, {}),
     ]
     for message, source, target, options in rejected:

@@ -85,6 +85,12 @@ def read_config(data: dict[str, Any], where: str, ignore: Collection[str] = ()) 
         ConfigError: a field that is missing, wrong, or would change the result and is not supported.
     """
     family = FAMILIES[model_type(data, where, FAMILIES)]
+    if quantized := data.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ConfigError(
+            f"{where}: field 'quantization_config': quantized weights ({method})", expected="fp32, bf16 or fp16",
+            do="import the model that they were quantized from, then `whorl quantize`",
+        )  # fmt: skip
     fields = ConfigReader(data, where)
     try:
         config = family.read(fields)
@@ -177,9 +183,7 @@ def export_model(
         if (source / name).is_file():
             given = read_json(source / name)
             fields |= {field: given[field] for field in SPECIAL_ID_FIELDS if field in given}
-    write_folder(
-        folder, fields, rules, own, types, source=source, code=chosen.code, shard_bytes=shard_bytes
-    )
+    write_folder(folder, fields, rules, own, types, source=source, code=chosen.code, shard_bytes=shard_bytes)
 
 
 def find_family(config: TransformerConfig) -> str:

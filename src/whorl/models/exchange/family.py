@@ -120,7 +120,7 @@ def unsupported_by_family(what: str, expected: str) -> ConfigError:
     return ConfigError(
         UNSUPPORTED_PREFIX + what,
         expected=expected,
-        do="export it as 'whorl', which can express every model",
+        do="export it with `--to hf`, or as 'whorl', which can express every model",
     )
 
 

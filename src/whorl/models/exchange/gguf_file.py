@@ -1,6 +1,6 @@
 """GGUF export: one file with configuration, weights and vocabulary for llama.cpp and programs based on it.
 
-    export_gguf(model, Path("mine.gguf"), source=Path("folder-with-tokenizer"), dtype=torch.float16)
+    export_gguf(model, Path("mine.gguf"), source=Path("folder-with-tokenizer"), kind="q8_0")
 
 `architecture.py` selects the architecture and writes its numbers, `vocabulary.py` the vocabulary. This file writes the
 tensors. The rules of the families give Hugging Face's names, and the `gguf` package maps them. The remaining conversions:
@@ -13,13 +13,14 @@ tensors. The rules of the families give Hugging Face's names, and the `gguf` pac
   with the latent, as `nn/attention/mla.py` does in decoding.
 - Llama 3's rotary scaling is a tensor of divisors, one per wave.
 
-Norms, vectors, routers and learned positions are fp32, as llama.cpp requires.
+Norms, vectors, routers and learned positions are fp32, as llama.cpp requires. `gguf_types.py` has the types of matrices.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, one_of
 from whorl.models.exchange.gguf_architecture import GGUFModel, attention_configs, write_fields
+from whorl.models.exchange.gguf_types import (
+    FILE_TYPES,
+    TYPE_OF,
+    byte_count,
+    fallback_note,
+    to_bytes,
+    type_of_matrix,
+)
 from whorl.models.exchange.gguf_vocabulary import read_vocabulary
 from whorl.models.exchange.rules import ConversionRule
 from whorl.models.language_model import LanguageModel
@@ -40,12 +49,11 @@ from whorl.nn.rotary import rotary_frequencies, to_interleaved
 State = Mapping[str, Tensor]
 Make = Callable[[State], Tensor]
 FP32_TENSORS = ("ffn_gate_inp.", "position_embd.", "rope_freqs.")
-FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 
 
 def export_gguf(
-    model: LanguageModel, file: Path, *, source: Path | None = None, dtype: torch.dtype | None = None,
-    turn_end: int | None = None,
+    model: LanguageModel, file: Path, *, source: Path | None = None, kind: str | None = None,
+    turn_end: int | None = None, template: str | None = None,
 ) -> None:  # fmt: skip
     """Write a model as one GGUF file. Memory: one tensor in addition to the model.
 
@@ -53,7 +61,8 @@ def export_gguf(
         source: a folder with `tokenizer.json`; special ids are read from `tokenizer_config.json`,
             `generation_config.json` and `config.json` in it. None for a file without a vocabulary.
         turn_end: the id that ends a turn of a chat (`eot`).
-        dtype: of the matrices: float32, float16 or bfloat16; None keeps each unchanged.
+        template: the chat template; None takes that of the folder.
+        kind: of the matrices, where their rows allow it (a warning names the others); None keeps each unchanged.
 
     Raises:
         ConfigError: llama.cpp has no such network (the error names the field); the tokenizer has no GGUF form; `file`
@@ -68,38 +77,37 @@ def export_gguf(
         )
     if file.exists():
         raise ConfigError(f"{file} exists", expected="a new file", do="name another, or remove it first")
-    known = " or ".join(map(str, FILE_TYPES))
-    if dtype is not None and dtype not in FILE_TYPES:
-        raise ConfigError(f"dtype is {dtype}", expected=known)
+    if kind is not None and kind not in FILE_TYPES:
+        raise ConfigError(f"the type of a GGUF file is {kind!r}", expected=one_of(kind, list(FILE_TYPES)))
     shape = GGUFModel.from_config(model.config)
     vocabulary = read_vocabulary(source, model.config.vocab_size, turn_end)
+    vocabulary.chat_template = template or vocabulary.chat_template
     own = model.state_dict()
     makes = dict(_Tensors(gguf, shape).items())
     empty = {name: torch.empty(t.shape, device="meta", dtype=t.dtype) for name, t in own.items()}
     sizes = {name: make(empty) for name, make in makes.items()}
-    kinds = {name: _kind(name, t, dtype) for name, t in sizes.items()}
+    kinds = {name: _kind(name, t, kind) for name, t in sizes.items()}
     if strange := set(kinds.values()) - FILE_TYPES.keys():
-        raise ConfigError(f"weights are {strange.pop()}", expected=known, do="pass `dtype`")
+        raise ConfigError(f"weights are {strange.pop()}", expected=" or ".join(FILE_TYPES), do="pass `kind`")
+    if kind is not None and (note := fallback_note(kinds, kind)):
+        warnings.warn(note, stacklevel=2)
 
     draft = file.with_name(f".{file.name}.{os.getpid()}.partial")
     file.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(draft, shape.architecture)
     try:
         writer.add_name(file.stem)
-        writer.add_file_type(FILE_TYPES[dtype or own["embedding"].dtype])
+        writer.add_file_type(FILE_TYPES[kind or TYPE_OF[own["embedding"].dtype]])
         write_fields(writer, shape)
         vocabulary.add_to(writer)
-        names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-        for name, kind in kinds.items():
-            raw = gguf.GGMLQuantizationType[names[kind]]
-            bytes_ = sizes[name].numel() * kind.itemsize
-            writer.add_tensor_info(name, list(sizes[name].shape), np.dtype("f4"), bytes_, raw_dtype=raw)
+        for name, made in kinds.items():
+            raw, shape_ = gguf.GGMLQuantizationType[made.upper()], list(sizes[name].shape)
+            writer.add_tensor_info(name, shape_, np.dtype("f4"), byte_count(sizes[name], made), raw_dtype=raw)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, make in makes.items():
-            tensor = _cast(name, make(own).detach().cpu(), kinds[name])
-            writer.write_tensor_data(tensor.contiguous().view(torch.uint8).numpy())
+            writer.write_tensor_data(to_bytes(gguf, name, make(own).detach().cpu(), kinds[name]))
         writer.close()
         draft.rename(file)
     finally:
@@ -119,19 +127,13 @@ def _library() -> Any:
     return gguf
 
 
-def _kind(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def _kind(name: str, tensor: Tensor, kind: str | None) -> str:
     """Return the type that a tensor is written in."""
-    full = tensor.dim() == 1 or any(part in name for part in FP32_TENSORS)
-    return torch.float32 if full else dtype or tensor.dtype
-
-
-def _cast(name: str, tensor: Tensor, kind: torch.dtype) -> Tensor:
-    cast = tensor.to(kind)
-    if kind == torch.float16 and not cast.isfinite().all():
-        raise ConfigError(
-            f"tensor {name!r} holds {tensor.abs().max():.4g}", expected="at most 65504", do="choose bfloat16"
-        )
-    return cast
+    if tensor.dim() == 1 or any(part in name for part in FP32_TENSORS):
+        return "f32"
+    return (
+        TYPE_OF.get(tensor.dtype, str(tensor.dtype)) if kind is None else type_of_matrix(name, tensor, kind)
+    )
 
 
 class _Tensors:

@@ -35,44 +35,24 @@ except ImportError:  # before transformers 5
 MULTIPLIER, MASK = 0x9E3779B1, (1 << 32) - 1  # of the n-gram hash
 YARN_FACTOR, YARN_LOW, YARN_HIGH = 4.0, 0.5, 4.0
 
+# ngram_orders: lengths of the n-grams, () for none; ngram_buckets: rows of the table of each length; logit_softcap: c in
+# c tanh(z / c); trained_length: positions of a row in training.
+FIELDS = {
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 64, "hidden_act": "relu2", "rms_norm_eps": 1e-6, "rope_base": 10_000.0,
+    "smear_keys": True, "ngram_orders": (2, 3), "ngram_buckets": 65_536, "logit_softcap": None, "trained_length": None,
+    "original_max_length": 4096, "max_position_embeddings": 4096, "use_cache": True,
+}  # fmt: skip
+
 
 class WhorlConfig(PreTrainedConfig):
-    """The shape. ngram_orders: lengths of the n-grams, [] for none; ngram_buckets: rows of each order's table."""
+    """The shape: `FIELDS` with their defaults."""
 
     model_type = "whorl_decoder"
 
-    def __init__(
-        self,
-        vocab_size=2048,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=64,
-        hidden_act="relu2",
-        rms_norm_eps=1e-6,
-        rope_base=10_000.0,
-        smear_keys=True,
-        ngram_orders=(2, 3),
-        ngram_buckets=65_536,
-        logit_softcap=None,
-        trained_length=None,
-        original_max_length=4096,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        use_cache=True,
-        **kwargs,
-    ):
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.intermediate_size, self.hidden_act = intermediate_size, hidden_act
-        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
-        self.num_key_value_heads, self.head_dim = num_key_value_heads, head_dim
-        self.rms_norm_eps, self.rope_base, self.smear_keys = rms_norm_eps, rope_base, smear_keys
-        self.ngram_orders, self.ngram_buckets = list(ngram_orders), ngram_buckets
-        self.logit_softcap, self.trained_length = logit_softcap, trained_length
-        self.original_max_length, self.max_position_embeddings = original_max_length, max_position_embeddings
-        self.use_cache = use_cache
+    def __init__(self, tie_word_embeddings=False, **kwargs):
+        for name, default in FIELDS.items():
+            setattr(self, name, kwargs.pop(name, default))
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
 
@@ -83,7 +63,7 @@ def rms_norm(x, gain=None, eps=1e-6):
     return (y if gain is None else y * gain).to(x.dtype)
 
 
-class RMSNorm(nn.Module):
+class WhorlRMSNorm(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(config.hidden_size)), config.rms_norm_eps
@@ -134,7 +114,7 @@ def rotate(x, cos, sin):
     return (x * cos.to(x.dtype) + x.roll(x.shape[-1] // 2, dims=-1) * sin.to(x.dtype)).to(x.dtype)
 
 
-class Attention(nn.Module):
+class WhorlAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.eps, self.head_dim = layer, config.rms_norm_eps, config.head_dim
@@ -164,7 +144,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-class MLP(nn.Module):
+class WhorlMLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -174,11 +154,11 @@ class MLP(nn.Module):
         return self.down(F.relu(self.up(x)).square())
 
 
-class Layer(nn.Module):
+class WhorlLayer(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(config), Attention(config, layer)
-        self.mlp_norm, self.mlp = RMSNorm(config), MLP(config)
+        self.attention_norm, self.attention = WhorlRMSNorm(config), WhorlAttention(config, layer)
+        self.mlp_norm, self.mlp = WhorlRMSNorm(config), WhorlMLP(config)
 
     def forward(self, x, *rest):
         x = x + self.attention(self.attention_norm(x), *rest)
@@ -188,7 +168,7 @@ class Layer(nn.Module):
 class WhorlPreTrainedModel(PreTrainedModel):
     config_class = WhorlConfig
     base_model_prefix = "model"
-    _no_split_modules = ["Layer"]
+    _no_split_modules = ["WhorlLayer"]  # noqa: RUF012
     _supports_sdpa = True
 
 
@@ -200,13 +180,13 @@ class WhorlModel(WhorlPreTrainedModel):
         width = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.ngrams = nn.ModuleList([nn.Embedding(config.ngram_buckets, width) for _ in config.ngram_orders])
-        self.embedding_norm, self.norm = RMSNorm(config), RMSNorm(config)
-        self.layers = nn.ModuleList([Layer(config, n) for n in range(config.num_hidden_layers)])
+        self.embedding_norm, self.norm = WhorlRMSNorm(config), WhorlRMSNorm(config)
+        self.layers = nn.ModuleList([WhorlLayer(config, n) for n in range(config.num_hidden_layers)])
         self.post_init()
 
     def forward(
         self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs
-    ):
+    ):  # fmt: skip
         """Return the hidden states of ids [B, T].
 
         attention_mask: [B, S] over cached and new positions, 0 for padding. Positions count the tokens before; other
@@ -219,14 +199,14 @@ class WhorlModel(WhorlPreTrainedModel):
         if attention_mask is None:
             is_token = torch.ones(len(input_ids), total, dtype=torch.bool, device=input_ids.device)
         elif attention_mask.shape != (len(input_ids), total):
-            raise ValueError(f"attention_mask: expected {[len(input_ids), total]}, got {[*attention_mask.shape]}")
+            raise ValueError(f"attention_mask is {[*attention_mask.shape]}, not {[len(input_ids), total]}")
         else:
             is_token = attention_mask.bool()
         positions = (is_token.long().cumsum(-1) - 1).clamp(min=0)
         if position_ids is not None:
             wrong = (position_ids != positions[:, -length:]) & is_token[:, -length:]
             if wrong.any():
-                raise ValueError("position_ids: this model needs one document per row, with positions 0, 1, ...")
+                raise ValueError("position_ids: this model needs one document per row, from position 0")
 
         ids = torch.where(is_token[:, -length:], input_ids, -1)
         if cache is not None:
@@ -236,13 +216,15 @@ class WhorlModel(WhorlPreTrainedModel):
             ids = cache.layers[n].update(*[ids[:, None, :, None]] * 2)[0][:, 0, :, 0]
         x = self.embed_tokens(input_ids)
         orders = self.config.ngram_orders
-        for table, rows in zip(self.ngrams, ngram_rows(ids, length, orders, self.config.ngram_buckets) if orders else ()):
-            x = x + table(rows)
+        rows = ngram_rows(ids, length, orders, self.config.ngram_buckets) if orders else []
+        for table, row in zip(self.ngrams, rows, strict=True):
+            x = x + table(row)
         x = self.embedding_norm(x)
 
         index = torch.arange(total, device=ids.device)
         query = index[-length:, None]
-        mask = (index <= query) & is_token[:, None, None] | (index == query)  # padding sees itself: no row is empty
+        sees_itself = index == query  # padding, too: no row of the mask is empty
+        mask = (index <= query) & is_token[:, None, None] | sees_itself
         tables = rotary_tables(self.config, positions)
         for layer in self.layers:
             x = layer(x, tables, mask, is_token, cache)
@@ -252,7 +234,7 @@ class WhorlModel(WhorlPreTrainedModel):
 class WhorlForCausalLM(WhorlPreTrainedModel, GenerationMixin):
     """The language model: `WhorlModel` and a head."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config):
         super().__init__(config)
@@ -261,16 +243,9 @@ class WhorlForCausalLM(WhorlPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def forward(
-        self,
-        input_ids,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        labels=None,
-        use_cache=None,
-        logits_to_keep=0,
-        **kwargs,
-    ):
+        self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, labels=None, use_cache=None,
+        logits_to_keep=0, **kwargs,
+    ):  # fmt: skip
         """Return fp32 logits of ids [B, T], of the last `logits_to_keep` positions if it is not 0, and a loss of labels."""
         output = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache)
         logits = self.lm_head(output.last_hidden_state[:, -logits_to_keep:]).float()
@@ -278,5 +253,5 @@ class WhorlForCausalLM(WhorlPreTrainedModel, GenerationMixin):
             logits = cap * torch.tanh(logits / cap)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=output.past_key_values)
