@@ -95,7 +95,7 @@ def test_page_names_the_failed_step_until_it_succeeds(tmp_path: Path) -> None:
     run(Store(tmp_path))
     run(Store(tmp_path), until="texts")  # a run of some steps keeps the records of the others
     report(run="r", out=page, store=str(tmp_path))
-    assert "failed" not in page.read_text() and "Value of tuned" in page.read_text()
+    assert "</code> failed" not in page.read_text() and "Value of tuned" in page.read_text()
 
 
 def test_refused_run_leaves_no_folder_and_no_latest_run(tmp_path: Path) -> None:

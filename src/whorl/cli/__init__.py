@@ -38,6 +38,7 @@ VERBS = {
     "classify": "models",
     "caption": "models",
     "report": "jobs",
+    "runs": "jobs",
     "recipes": "jobs",
     "ls": "artifacts",
     "show": "artifacts",

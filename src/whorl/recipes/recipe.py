@@ -22,6 +22,8 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,8 @@ class Recipe:
     log: metric sinks with their settings. kernels: forced choices. code: what data may name (`whorl.registry`). None of
         them is part of any address.
     shrunk: sizes that a `--budget` below the recipe's has lowered, as "step.field": value.
+    changed: settings that options have set, as "step.field": value, and those of `shrunk`.
+    given_name: of the run, by `--name`.
     """
 
     name: str
@@ -65,6 +69,19 @@ class Recipe:
     shrunk: Mapping[str, float] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
     code: Sequence[str] = ()
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    given_name: str = ""
+
+    @property
+    def run_name(self) -> str:
+        return self.given_name or self.name
+
+    def named(self, name: str) -> Recipe:
+        """Return the recipe with another name for its run and artifacts. Raises ConfigError."""
+        if not STEP_NAME.fullmatch(name):
+            what = f"--name {shorten(name)}: a run cannot be called that"
+            raise ConfigError(what, expected="letters, digits, _ and -, at most 100")
+        return replace(self, given_name=name)
 
     def permit_code(self) -> None:
         """Permit the data of this run to name the code that the recipe names."""
@@ -201,7 +218,12 @@ class _RecipeParser:
         if not isinstance(code, list) or list(code_named_in(code)) != code:
             raise ConfigError(f"{self.location('code')}: code is {code!r}", expected='["module:attribute"]')
         code = [*code, *code_named_in(tables)]
-        return Recipe(name, str(data.get("about", "")), steps, log, shrunk_sizes, kernels, code)
+        places = {"steps": tables, "kernels": kernels}
+        changed = {
+            ".".join(path[path[0] == "steps" :]): reduce(getitem, path, places) for path in self.flag_of_key
+        }
+        about = str(data.get("about", ""))
+        return Recipe(name, about, steps, log, shrunk_sizes, kernels, code, {**changed, **shrunk_sizes})
 
     def kind_of(self, step: str, table: Any) -> StepKind:
         location = self.location("steps", step)

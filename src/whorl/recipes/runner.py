@@ -29,7 +29,7 @@ from whorl.machine.kernel_choice import force_choices, recorded_choices
 from whorl.plan.forecast import RunInputs, forecast
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext, StepKind, is_deterministic, start_native_builds
-from whorl.recipes.step_records import FAILED, LEFT_OUT, MADE, StepRecords
+from whorl.recipes.step_records import FAILED, LEFT_OUT, MADE, StepRecords, run_config
 from whorl.store import Artifact, Build, Store
 from whorl.store.address import canonical_json
 from whorl.tracking.progress import Progress, format_duration
@@ -47,9 +47,9 @@ class RunResult:
 
 
 def run_folder(recipe: Recipe, store: Store) -> Path:
-    """Return the folder of a recipe's run; equal settings give the same folder."""
+    """Return the folder of a recipe's run; equal settings and names give the same folder."""
     digest = hashlib.sha256(canonical_json(recipe.to_json())).hexdigest()[:8]
-    return store.root / "runs" / f"{recipe.name}-{digest}"
+    return store.root / "runs" / f"{recipe.run_name}-{digest}"
 
 
 def run_recipe(
@@ -80,18 +80,19 @@ def run_recipe(
         store.make_folders()
         is_new = not run_folder(recipe, store).exists()
         run = _open_run(recipe, store, safe_sinks, progress)
+        records = StepRecords(run.dir, recipe)
         progress.sinks.append(run.log)
     except OSError as error:
         raise store.wrap_os_error(error) from error
     is_refused = False
     try:
         steps = "1 step" if len(selected.steps) == 1 else f"{len(selected.steps)} steps"
-        progress.log(f"{recipe.name}: {steps}; store {store.location}; run {run.dir}")
+        progress.log(f"{recipe.run_name}: {steps}; store {store.location}; run {run.dir}")
         artifacts, states = dict(existing or {}), set[str]()
         if selected.shrunk:
             sizes = ", ".join(f"{name} = {value:g}" for name, value in selected.shrunk.items())
             progress.log(f"    smaller, as the budget: {sizes}")
-        records, left_out = StepRecords(run.dir, recipe), set[str]()
+        left_out = set[str]()
         for number, step in enumerate(selected.steps.values(), start=1):
             if step.name in left_out:
                 continue
@@ -128,6 +129,7 @@ def run_recipe(
         raise
     finally:
         safe_sinks.close()
+        records.close()
         progress.sinks.remove(run.log)
         if is_refused:  # a refused setting is no run
             shutil.rmtree(run.dir, ignore_errors=True)
@@ -172,13 +174,13 @@ def _forecast(
 def _open_run(recipe: Recipe, store: Store, sinks: SafeSinks, progress: Progress) -> Run:
     """Open the run folder; of a read-only store, whose finished steps can be looked up, a temporary one."""
     try:
-        return Run(run_folder(recipe, store), config=recipe.to_json(), sinks=sinks)
+        return Run(run_folder(recipe, store), config=run_config(recipe), sinks=sinks)
     except OSError as error:
         if not isinstance(store.wrap_os_error(error), StoreError):
             raise
     folder = Path(tempfile.mkdtemp(prefix="whorl-run-"))
     progress.log(f"the store {store.location} is read-only: log and metrics are in {folder}")
-    return Run(folder, config=recipe.to_json(), sinks=sinks)
+    return Run(folder, config=run_config(recipe), sinks=sinks)
 
 
 def _deterministic(enabled: bool) -> AbstractContextManager[None]:
@@ -231,7 +233,7 @@ def _run_step(
             Build(
                 store,
                 kind=kind.output_kind,
-                name=f"{recipe.name}/{step.name}",
+                name=f"{recipe.run_name}/{step.name}",
                 parents=parents,
                 config=_hashed_config(kind, config),
                 version=kind.version,
@@ -251,6 +253,8 @@ def _run_step(
                 with recorded_choices(build.scratch / "choices"), _deterministic(ctx.deterministic):
                     kind.function(ctx, config)
                 ctx.report.write(build.path)
+                if ctx.report.cards:
+                    ctx.summary["figures"] = ctx.report.figures()
     except NotApplicableError:
         raise
     except WhorlError as error:

@@ -158,7 +158,7 @@ def comparison_page(found: AgentComparison) -> ReportData:
 def return_card(label: str, summary: SeedSummary, normalised: bool = False) -> Card:
     """Return the card of a return over seeds."""
     value, interval = _cells(summary, ".2f" if normalised else "")
-    return Card(label=label, value=value, more=f"95 % interval {interval}")
+    return Card(label=label, value=value, more=f"95 % interval {interval}", number=summary.mean)
 
 
 def _cells(summary: SeedSummary, spec: str = "") -> list[str]:

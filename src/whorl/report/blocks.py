@@ -9,12 +9,14 @@ steps. Tables with the same section and title are joined: rows with an equal fir
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from whorl.errors import CorruptArtifactError
+from whorl.report.format import NBSP
 
 REPORT_FILE = "report.json"
 EMPTY = "–"
@@ -209,12 +211,16 @@ class Answers(_Block):
 
 
 class Card(_Record):
-    """A headline figure on top of the page; of cards with one label the youngest is shown."""
+    """A headline figure on top of the page; of cards with one label the youngest is shown.
+
+    number: a result in the shown unit, for means over seeds and lists of runs; None: a size, a time or a speed.
+    """
 
     label: str
     value: str
     unit: str = ""
     more: str = ""
+    number: Annotated[float | None, BeforeValidator(lambda x: x if x is None or isfinite(x) else None)] = None
 
 
 Block = Annotated[
@@ -235,6 +241,12 @@ class StepReport(BaseModel):
         """Write `report.json`, unless there is nothing to report or the step has written it itself."""
         if (self.cards or self.blocks) and not (folder / REPORT_FILE).exists():
             (folder / REPORT_FILE).write_text(self.model_dump_json(exclude_defaults=False) + "\n")
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """Return label -> {"value": as shown, "number"} of the cards, for the manifest."""
+        return {
+            c.label: {"value": f"{c.value}{NBSP}{c.unit}".strip(), "number": c.number} for c in self.cards
+        }
 
     @classmethod
     def read(cls, path: Path) -> StepReport:

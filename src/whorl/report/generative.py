@@ -43,11 +43,12 @@ def model_report(found: Findings, data: Data) -> StepReport:
     )  # fmt: skip
     for first in saved.measures[:1]:
         more = f"real data {_number(first.floor)}"
-        report.cards.append(Card(label=first.name.capitalize(), value=_number(first.value), more=more))
+        label, value = first.name.capitalize(), _number(first.value)
+        report.cards.append(Card(label=label, value=value, more=more, number=first.value))
         report.blocks.append(measures_table(title, saved.measures))
     if not saved.measures:
         report.cards += [
-            Card(label=name.replace("_", " ").capitalize(), value=_number(value))
+            Card(label=name.replace("_", " ").capitalize(), value=_number(value), number=value)
             for name, value in saved.diagnosis.items()
         ]
     for view in found.views:

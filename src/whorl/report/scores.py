@@ -23,6 +23,7 @@ from whorl.report.blocks import (
     Text,
 )
 from whorl.report.format import format_number, format_percent, format_si
+from whorl.report.stages import percent_card
 from whorl.report.training import plan_table
 
 _STYLES: dict[str, BarStyle] = {"model": "model", "ngram": "ngram", "compressor": "compressor"}
@@ -81,16 +82,17 @@ def evaluation_report(
     if others:
         name, setting, bits, _ = others[0]
         more = f"{format_number(ours / bits)} × the best compressor, {name} {setting}".rstrip()
-    cards = [Card(label="Bits per byte, test files", value=f"{ours:.3f}", more=more)]
+    cards = [Card(label="Bits per byte, test files", value=f"{ours:.3f}", more=more, number=ours)]
     if (per_token := found.get("perplexity")) is not None:
+        more = "per token of this tokenizer"
         cards.append(
-            Card(label="Perplexity, test files", value=f"{per_token:.2f}", more="per token of this tokenizer")
+            Card(label="Perplexity, test files", value=f"{per_token:.2f}", more=more, number=per_token)
         )
     if done := found.get("completions"):
         n, parsed = done["prompts"], done["parsed"]
         more = f"{parsed} of {n} functions"
         more += f"; {done['unfinished']} reached the length limit" if done["unfinished"] else ""
-        cards.append(Card(label="Completions that parse", value=format_percent(parsed / n), more=more))
+        cards.append(percent_card("Completions that parse", parsed / n, more))
     if tasks:
         blocks.append(task_table(tasks))
     if "bits_per_byte" in expected:

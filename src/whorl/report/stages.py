@@ -84,9 +84,14 @@ def stage_report(
         more = f"{format_percent(measured['before']['accuracy'])} before {name}"
         if criterion:
             more += f"; a pass: {criterion}"
-        value = format_percent(measured["after"]["accuracy"])
-        cards.append(Card(label="Accuracy on held-out tasks", value=value, more=more))
+        share = measured["after"]["accuracy"]
+        cards.append(percent_card("Accuracy on held-out tasks", share, more))
     return StepReport(cards=cards, blocks=blocks)
+
+
+def percent_card(label: str, share: float, more: str) -> Card:
+    """Return the card of a result that is a fraction."""
+    return Card(label=label, value=format_percent(share), more=more, number=100 * share)
 
 
 def training_panel(curve: Sequence[Mapping[str, Any]]) -> Iterator[Block]:

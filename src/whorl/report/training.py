@@ -54,6 +54,8 @@ def training_report(
     if speed:
         more = f"{format_percent(mfu)} of the measured peak" if mfu is not None else ""
         cards.append(Card(label="Speed", value=f"{speed:,.0f}", unit="tokens/s", more=more))
+    if (bits := summary.get("final", {}).get("held_out_bits_per_byte")) is not None:
+        cards.append(Card(label="Bits per byte, validation", value=f"{bits:.3f}", number=bits))
     blocks: list[Block] = [*training_blocks(records, objective)]
     if summary.get("peak_memory_bytes") is not None:
         peak = format_si(summary["peak_memory_bytes"], "B")

@@ -104,6 +104,18 @@ class FileLock:
         self._descriptor = -1
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock on a path; False if the folder is not writable."""
+    lock = FileLock(path)
+    try:
+        if path.exists() and not lock.acquire():
+            return True
+    except OSError:
+        return False
+    lock.release()
+    return False
+
+
 class ObjectStore(Protocol):
     """The object-store operations that a heartbeat needs."""
 

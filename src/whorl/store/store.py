@@ -6,6 +6,7 @@
     units/               finished parts of corpus steps, which later runs reuse
     locks/, verified/    the owner of each build; modification times at the last hash of each file
     quarantine/          damaged artifacts
+    runs/NAME-MARK/      records of runs: `gc` keeps the artifacts in their `steps.json`
 
 A store under a URL uses the same folder as a local cache; the remote side is authoritative (see `remote`).
 """
@@ -13,6 +14,7 @@ A store under a URL uses the same folder as a local cache; the remote side is au
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import time
@@ -26,7 +28,7 @@ from whorl.files import write_atomic
 from whorl.store.address import ADDRESS_DIGITS, address_of, read_address, user_path, validate_name
 from whorl.store.artifact import Artifact
 from whorl.store.files import wrap_os_error
-from whorl.store.lock import FileLock
+from whorl.store.lock import FileLock, is_locked
 from whorl.store.manifest import FILE_NAME, Manifest
 from whorl.store.remote import Remote
 
@@ -91,6 +93,13 @@ class Store:
             write_atomic(path, artifact.address, staging=self.root / "staging")
         except OSError as error:
             raise self.wrap_os_error(error) from error
+
+    def remove_name(self, name: str) -> None:
+        """Remove a name; its artifact stays until `gc`."""
+        if self.remote is not None:
+            self.remote.remove(f"names/{name}")
+        else:
+            (self.root / "names" / name).unlink(missing_ok=True)
 
     def make_folders(self) -> None:
         """Create the store's folders. Raises StoreError if that fails."""
@@ -242,14 +251,18 @@ class Store:
     def gc(self, *, dry_run: bool = True, recent_seconds: float = RECENT_SECONDS) -> list[Garbage]:
         """Remove unreachable artifacts, old scratch and units, staging folders of dead builds, and damaged artifacts.
 
-        An artifact is reachable from a name, or from a build in progress. Artifacts of the last `recent_seconds` are
-        kept, since a run may be between two steps, and so are scratch folders and units that were used in the last week.
+        An artifact is reachable from a name, from a run, or from a build in progress. Artifacts of the last
+        `recent_seconds` are kept, since a run may be between two steps, and so are scratch folders and units that were
+        used in the last week.
 
         Returns the removed items, or with `dry_run` the removable ones.
+
+        Raises:
+            StoreError: the record of a run cannot be read, so its artifacts are not known.
         """
-        roots = set(self.names().values())
+        roots = {*self.names().values(), *self._addresses_of_runs()}
         for lock in (self.root / "locks").glob("*"):
-            if self._is_locked(lock):
+            if is_locked(lock):
                 roots |= {lock.name, *FileLock(lock).owner().get("parents", [])}
         reachable = self._reachable(roots, [])
         now = time.time()
@@ -339,15 +352,20 @@ class Store:
                 pending += artifact.parents.values()
         return reachable
 
-    def _is_locked(self, path: Path) -> bool:
-        lock = FileLock(path)
-        try:
-            if not lock.acquire():
-                return True
-        except OSError:
-            return False
-        lock.release()
-        return False
+    def _addresses_of_runs(self) -> set[str]:
+        found = set()
+        for path in (self.root / "runs").glob("*/steps.json"):
+            try:
+                records = json.loads(path.read_bytes()).values()
+                found |= {record["address"] for record in records if "address" in record}
+            except FileNotFoundError:  # the run was removed just now
+                continue
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                raise StoreError(
+                    f"{path} cannot be read, so the artifacts of this run are not known: {error}",
+                    do=f"restore the file, or remove the run: whorl runs --remove {path.parent.name}",
+                ) from error
+        return found
 
     def _delete(self, folder: Path) -> None:
         """Remove a folder: one rename hides it, then its files are deleted."""

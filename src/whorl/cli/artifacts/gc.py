@@ -1,4 +1,4 @@
-"""`whorl gc`: remove artifacts without a name."""
+"""`whorl gc`: remove artifacts without a name or a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gc(
     ] = 1.0,
     store: StoreOption = None,
 ) -> None:
-    """Remove artifacts that no name points to, and leftovers of dead builds; a dry run by default.
+    """Remove artifacts that no name or run refers to, and leftovers of dead builds; a dry run by default.
 
     Examples:
 
@@ -31,7 +31,7 @@ def gc(
         print(f"{format_size(garbage.size):>9}  {garbage.label}")
     total = format_size(sum(garbage.size for garbage in found))
     if not found:
-        print("nothing to remove")
+        print("nothing to remove; `whorl runs --remove RUN` frees the artifacts of a run")
     elif yes:
         print(f"removed {total}")
     else:

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,6 +30,15 @@ def run(
     ] = None,
     until: Annotated[
         str | None, typer.Option(metavar="STEP", help="Only this step and its ancestors.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run and of its artifacts; default: that of the recipe.")
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", help="One run for each seed from 0 to N - 1, or for the seeds in a list such as 3,7."
+        ),
     ] = None,
     log: Annotated[
         list[str] | None,
@@ -64,29 +74,43 @@ def run(
 
         whorl run quickstart --budget 1e14flops --deterministic
 
+        whorl run quickstart --name small --set plan.budget=2m --seeds 5
+
         whorl run my.toml --until tokens --store s3://bucket/whorl
     """
     from whorl.machine.malloc import request_huge_pages
 
     request_huge_pages()  # before an import below loads torch
+    from whorl.cli.text_table import print_table
     from whorl.recipes import load_recipe, run_recipe
+    from whorl.recipes.sweep import figures_over_seeds, parse_seeds, seed_settings
     from whorl.store import Store
     from whorl.tracking.dashboard import Dashboard
     from whorl.tracking.progress import Progress, format_duration
     from whorl.tracking.sinks import Sink, parse_loggers
 
-    loaded = load_recipe(recipe, sets=sets or (), budget=budget, deterministic=deterministic)
-    progress = Progress()
-    sinks: list[Sink] = parse_loggers(log or (), loaded.log)
-    if Dashboard.enabled(progress, live):
-        sinks.append(Dashboard(progress))
-    result = run_recipe(loaded, Store(store), progress, until=until, sinks=sinks)
+    load = partial(load_recipe, recipe, budget=budget, deterministic=deterministic)
+    loaded = load(sets=sets or ())
+    recipes = [loaded if name is None else loaded.named(name)]
+    if seeds is not None:
+        recipes = [
+            load(sets=seed_settings(loaded, seed, sets or ())).named(f"{recipes[0].run_name}-seed{seed}")
+            for seed in parse_seeds(seeds)
+        ]
+    progress, results = Progress(), []
+    for each in recipes:
+        sinks: list[Sink] = parse_loggers(log or (), each.log)
+        if Dashboard.enabled(progress, live):
+            sinks.append(Dashboard(progress))
+        results.append(run_recipe(each, Store(store), progress, until=until, sinks=sinks))
     store_option = f" --store {shlex.quote(store)}" if store else ""
-    lines = [
-        f"done in {format_duration(result.seconds)}",
-        *closing_lines([*result.artifacts.values()], store_option),
-    ]
-    progress.log("\n".join(lines))
+    progress.log(f"done in {format_duration(sum(result.seconds for result in results))}")
+    if seeds is not None:
+        rows = figures_over_seeds([result.artifacts for result in results])
+        print_table(["figure", "runs", "mean", "95 % interval"], rows)
+        progress.log(f"next:   whorl runs {' '.join(each.run_name for each in recipes)}{store_option}")
+        return
+    progress.log("\n".join(closing_lines([*results[0].artifacts.values()], store_option)))
 
 
 def closing_lines(artifacts: Sequence[Artifact], store_option: str) -> list[str]:

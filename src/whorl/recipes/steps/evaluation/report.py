@@ -4,7 +4,8 @@
     parents = ["pretrain", "sft", "rl"]   # any steps; their ancestors are shown, too
 
 The page shows the blocks that each step left in its artifact (`report.json`), so a new step has its panel without a
-change here. A parent that is not made yet is named on the page. The page can be rebuilt from the store at any time.
+change here. A parent that is not made yet is named on the page. A section compares the run with others of its recipe. The
+page can be rebuilt from the store at any time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import ANY_PARENTS, StepContext, step
 from whorl.recipes.run_page import next_commands, with_ancestors
+from whorl.recipes.runs import other_runs
 from whorl.recipes.step_records import LEFT_OUT, read_step_records, steps_in_state
 from whorl.report import ReportData, render
 from whorl.report.blocks import REPORT_FILE, StepReport
@@ -78,7 +80,8 @@ def report_data(
             (step_name(artifact), StepReport.read(artifact.file(REPORT_FILE)))
             for artifact in made
             if REPORT_FILE in artifact.files
-        ],
+        ]
+        + [("", other_runs(store, run))],
         "missing": [*missing],
         "left_out": dict(left_out or {}),
         "failed": dict(failed or {}),

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from whorl.recipes.registry import StepContext
 from whorl.recipes.stage import Metrics, StageResult, train_stage
-from whorl.report import Block, Card, Cell, Column, Curve, Facts, Table
+from whorl.report import Block, Cell, Column, Curve, Facts, Table
 from whorl.report.blocks import Change
 from whorl.report.format import format_percent
+from whorl.report.stages import percent_card
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,9 +70,7 @@ def train_rows_stage(
     ctx.report.blocks += [*_blocks(ctx, result.evaluation, loss, parameters, task)]
     name, value = next(iter(result.evaluation["after"].items()))
     before = format_percent(result.evaluation["before"][name])
-    ctx.report.cards.append(
-        Card(label=name.capitalize(), value=format_percent(value), more=f"{before} before {ctx.name}")
-    )
+    ctx.report.cards.append(percent_card(name.capitalize(), value, f"{before} before {ctx.name}"))
     return result
 
 
