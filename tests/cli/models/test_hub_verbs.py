@@ -17,14 +17,14 @@ from whorl.models import load_model
 from whorl.models.exchange import export_model
 from whorl.store import Store
 
-library = pytest.importorskip("huggingface_hub")
+constants = pytest.importorskip("huggingface_hub.constants")
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr(library.constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(library.constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
-    monkeypatch.setattr(library.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with running_hub() as server:
         yield server

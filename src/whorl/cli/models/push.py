@@ -72,7 +72,7 @@ def hub_errors(repo: str, endpoint: str | None) -> Iterator[Any]:
             expected="the extra 'hub'",
             do="pip install 'whorl[hub]'",
         ) from error
-    place = endpoint or hub.constants.ENDPOINT
+    place = hub.HfApi(endpoint=endpoint).endpoint
     login = "log in with `hf auth login`, or set HF_TOKEN to a token that may {} it"
     try:
         yield hub
