@@ -66,7 +66,7 @@ def test_unreadable_records_are_counted_with_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "no files"), (["a.csv"], r"a\.csv has no supported suffix"),
+        ([], "no files"), (["a.log"], r"a\.log has no supported suffix"),
         (["missing.jsonl"], r"missing\.jsonl cannot be read"),
         (["cut.parquet"], r"cut\.parquet cannot be read"), (["empty.jsonl"], "contain no records"),
     ],

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 from tests.data.formats.test_warc import URL, frame, http, page, response
 from tests.data.test_extraction import ENCRYPTED, pdf
 
 from whorl.corpus import IngestConfig, ingest
 from whorl.corpus.documents import PROVENANCE
+from whorl.data.extraction import corpus_extra
+from whorl.data.formats import web
+from whorl.errors import DataError
 from whorl.tracking.progress import Progress
-
-FORMATS = {".html": "html", ".pdf": "pdf"}
 
 
 def run(folder: Path, **options: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -44,7 +46,7 @@ def test_pages_of_each_format(tmp_path: Path) -> None:
             "f.html": b"\0\1" * 100, "g.html": page("large " * 9000),
         },
     )  # fmt: skip
-    rows, rejected = run(folder, formats=FORMATS, max_document_bytes=20_000)
+    rows, rejected = run(folder, max_document_bytes=20_000)
     assert [row["text"].strip() for row in rows] == ["café time", "of a PDF", "in an archive", "one two"]
     assert [row["media_type"] for row in rows] == ["text/html", "application/pdf", "text/html", None]
     assert [row["language"] for row in rows] == [None, None, None, "text"]
@@ -54,11 +56,30 @@ def test_pages_of_each_format(tmp_path: Path) -> None:
     assert rejected == {"c.pdf": "encrypted", "f.html": "binary", "g.html": "too_large"}
 
 
-def test_html_is_source_code_by_default(tmp_path: Path) -> None:
+def test_html_is_source_code_where_configured(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", {"a.html": b"<p>source</p>\r\n", "b.pdf": pdf([["x"]]) + b"\0"})
-    ((row,), rejected) = run(folder)
+    ((row,), rejected) = run(folder, formats={".html": "text", ".pdf": "text"})
     assert (row["text"], row["language"]) == ("<p>source</p>\r\n", "html")
     assert rejected == {"b.pdf": "binary"}
+
+
+def test_saved_pages_are_read_without_their_parts(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", {"a.html": page("the page"), "own_files.txt": b"own"})
+    for name in ("a_files/frame.html", "a_files/deep/x.js", "b_files/kept.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("kept")
+    rows, rejected = run(folder)
+    assert [row["path"] for row in rows] == ["a.html", "b_files/kept.txt", "own_files.txt"] and not rejected
+
+
+def test_pages_without_the_extra_are_quarantined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "extract", lambda *_, **__: (_ for _ in ()).throw(corpus_extra("resiliparse")))
+    folder = write(tmp_path / "data", {"a.html": page("x"), "b.txt": b"text"})
+    rows, rejected = run(folder)
+    assert [row["path"] for row in rows] == ["b.txt"] and rejected == {"a.html": "not_installed"}
+    (folder / "b.txt").unlink()
+    with pytest.raises(DataError, match=r"pip install 'whorl\[corpus\]'"):
+        run(folder)
 
 
 def test_records_carry_provenance_of_their_fields(tmp_path: Path) -> None:

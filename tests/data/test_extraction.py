@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from whorl.data.extraction import decode, extract, extract_html, extract_pdf
 from whorl.data.extraction.normalise import STEPS, normalise, repair_mojibake
 from whorl.data.quarantine import BadRecordError
-from whorl.errors import ConfigError
 
 ARTICLE = "A text of the page that is long enough to be taken for content, with words and more words. " * 3
 RUSSIAN = "Съешь же ещё этих мягких французских булок, да выпей чаю. " * 4
@@ -187,7 +186,7 @@ def test_unusable_pdf_is_rejected(data: bytes, reason: str) -> None:
 @pytest.mark.parametrize("package", ["resiliparse.parse.html", "pypdfium2"])
 def test_missing_extra_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=r"pip install 'whorl\[corpus\]'"):
+    with pytest.raises(BadRecordError, match=r"pip install 'whorl\[corpus\]'"):
         extract_pdf(b"%PDF-") if package == "pypdfium2" else extract_html("<p>x")
 
 

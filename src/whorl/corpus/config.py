@@ -34,6 +34,7 @@ DEFAULT_EXCLUDE = (
     ".tox",
     ".mypy_cache",
     ".whorl",
+    ".ipynb_checkpoints",
 )
 
 # A reason and the condition that drops a document. The thresholds are loose: a rule should only catch text that no reader
@@ -78,20 +79,23 @@ class IngestConfig(ExecutorConfig):
         default=list(DEFAULT_EXCLUDE), description="leave out files and folders that match one of these globs"
     )
     text_field: str = Field(
-        default="text", min_length=1, description="the text's field in JSONL and Parquet records"
+        default="text", min_length=1, description="the text's field in records of JSONL, Parquet and tables"
     )
     formats: dict[str, Annotated[str, AfterValidator(FORMATS.check)]] = Field(
         default={},
         description="suffix -> format: one of whorl.data.formats, or 'module:attribute' of your own",
     )
     max_document_bytes: int = Field(
-        default=4_000_000, ge=1, le=64_000_000, description="longer documents are quarantined, unread"
+        default=4_000_000,
+        ge=1,
+        le=64_000_000,
+        description="of a document; longer text files are divided, longer records quarantined",
     )
     split_bytes: int | None = Field(
         default=None,
         ge=0,
         description="divide longer text files that are no code into documents of about this size; 0: never; default: only "
-        "if there are few files",
+        "if there are few files. Those over `max_document_bytes` are divided but for 0",
     )
     normalise: list[Literal["mojibake", "line_ends", "control_characters", "nfc"]] | None = Field(
         default=None,

@@ -53,13 +53,13 @@ from whorl.corpus.sources import (
     file_versions,
     fingerprint,
     is_content_hash,
-    is_divided,
     list_files,
     readable_path,
+    split_size,
     with_split_size,
 )
 from whorl.data.files import is_url
-from whorl.data.formats import format_name, open_format
+from whorl.data.formats import SUFFIXES, format_name, open_format, table_formats
 from whorl.data.formats.format import DAMAGE
 from whorl.data.quarantine import BadRecordError, Quarantine
 from whorl.errors import DataError
@@ -67,10 +67,11 @@ from whorl.errors import DataError
 if TYPE_CHECKING:
     from whorl.tracking.progress import Progress
 
-VERSION = 3  # of `read_block`
+VERSION = 4  # of `read_block`
 BLOCK_BYTES = 64_000_000
 LOGGED_DAMAGED_FILES = 5
-PLAIN_FORMATS = {"text", "jsonl", "gutenberg"}  # their readers are Python, which does not crash
+# Their readers are Python, which does not crash.
+PLAIN_FORMATS = {"text", "jsonl", "gutenberg", "csv", "tsv", "notebook", "docx"}
 COPIES_FILE = "copies.jsonl"
 # Settings that choose the files or the links, whose effect on a block is in its arguments, or the engine, which has none.
 CHOICE_OF_FILES = {
@@ -140,7 +141,7 @@ def ingest(
         raise DataError(
             f"none of the {len(files)} files in {', '.join(map(repr, config.sources))} has a document: "
             f"{stats.reasons() or 'all are empty'}",
-            expected="UTF-8 text, Markdown, source code, JSONL(.gz/.zst), Parquet or tar",
+            expected=f"text in UTF-8, or a file of {', '.join(SUFFIXES)}",
             do=f"check the first: {stats.first_rejection}" if stats.first_rejection else "",
         )
     if config.fingerprint and config.fingerprint != fingerprint(given, hashes):
@@ -297,11 +298,12 @@ def read_block(
 
 
 def _read_part(part: FilePart, config: IngestConfig) -> Iterator[Document | RejectedDocument]:
-    divided = is_divided(part.file, config)
+    formats = table_formats(part.file.location, config.formats, config.text_field)
+    config = config.model_copy(update={"formats": formats})
     return read_documents(
         part.file, text_field=config.text_field, formats=config.formats, start=part.start, stop=part.stop,
-        max_bytes=max(SPLIT_READ_BYTES, 2 * (config.split_bytes or 0)) if divided else config.max_document_bytes,
-        split_bytes=config.split_bytes or 0 if divided else 0, steps=config.normalise,
+        max_bytes=config.max_document_bytes, split_bytes=split_size(part.file, config),
+        piece_bytes=max(SPLIT_READ_BYTES, 2 * (config.split_bytes or 0)), steps=config.normalise,
     )  # fmt: skip
 
 

@@ -18,8 +18,10 @@ from whorl.corpus.documents import Document, RejectedDocument, document_id
 from whorl.corpus.sources import SourceFile, exceeds_size_limit, readable_path
 from whorl.data.extraction.normalise import STEPS, normalise
 from whorl.data.formats import Record, format_name, open_format
+from whorl.data.formats.table import CSV
 from whorl.data.formats.text import TextFile
 from whorl.data.quarantine import BadRecordError
+from whorl.data.secrets import has_secret_name, is_private_key
 
 LANGUAGES = {
     ".py": "python", ".pyi": "python", ".md": "markdown", ".rst": "restructuredtext", ".txt": "text",
@@ -27,7 +29,7 @@ LANGUAGES = {
     ".cc": "c++", ".cpp": "c++", ".hpp": "c++", ".rs": "rust", ".go": "go", ".js": "javascript",
     ".ts": "typescript", ".java": "java", ".rb": "ruby", ".sh": "shell", ".sql": "sql", ".html": "html",
     ".css": "css", ".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".xml": "xml",
-    ".tex": "latex", ".csv": "csv", ".jl": "julia", ".r": "r", ".swift": "swift", ".kt": "kotlin",
+    ".tex": "latex", ".csv": "csv", ".ipynb": "markdown", ".jl": "julia", ".r": "r", ".swift": "swift", ".kt": "kotlin",
 }  # fmt: skip
 SPDX_PATTERN = re.compile(rb"SPDX-License-Identifier:\s*([A-Za-z0-9.+\-() ]{2,80})")
 # A JSONL line holds escaped text and other fields; longer lines are not parsed.
@@ -48,7 +50,8 @@ FIELDS = (*LICENCE_FIELDS, *META_FIELDS, *(name for names in PROVENANCE_FIELDS.v
 
 def read_documents(
     file: SourceFile, *, text_field: str, max_bytes: int, formats: Mapping[str, str] | None = None,
-    start: int = 0, stop: int | None = None, split_bytes: int = 0, steps: Sequence[str] | None = None,
+    start: int = 0, stop: int | None = None, split_bytes: int = 0, piece_bytes: int = 0,
+    steps: Sequence[str] | None = None,
 ) -> Iterator[Document | RejectedDocument]:  # fmt: skip
     """Yield every record of one file, or of one of its blocks, in order, as a Document or a RejectedDocument.
 
@@ -57,57 +60,67 @@ def read_documents(
         max_bytes: maximum size of a text in bytes.
         formats: suffix -> format, in addition to those of `whorl.data.formats`.
         start, stop: a block of the file (`data/formats/format.py`).
-        split_bytes: divide longer texts into documents of about this size, between paragraphs or lines; 0: never.
+        split_bytes: divide longer text files into documents of about this size, between paragraphs or lines; 0: never.
+        piece_bytes: with split_bytes, the part of a file in memory.
         steps: normalisation (`data/extraction/normalise.py`); default all for text extracted from markup, else none.
     """
     size = file.size or 0
     if file.size is None:
         yield _rejected(file, BadRecordError("not_a_file", "", "not a regular file, or a broken link"))
+    elif has_secret_name(file.path, formats or ()):
+        detail = "by its name it holds passwords or keys; to read it, name its suffix in ingest.formats"
+        yield _rejected(file, BadRecordError("secret", "", detail), length=size)
     elif not split_bytes and exceeds_size_limit(file, max_bytes, formats):
-        detail = f"{size} bytes, the limit is {max_bytes} (ingest.max_document_bytes; text that is no code is divided)"
+        detail = f"{size} bytes, the limit is {max_bytes} (ingest.max_document_bytes), and split_bytes is 0"
         yield _rejected(file, BadRecordError("too_large", "", detail), length=size)
     else:
         is_text = format_name(file.location, formats) == "text"
-        longest = max_bytes if is_text else 2 * max_bytes + LINE_SLACK
+        longest = (piece_bytes if split_bytes else max_bytes) if is_text else 2 * max_bytes + LINE_SLACK
         reader = open_format(file.location, formats, fields=[text_field, *FIELDS], longest=longest)
         if isinstance(reader, TextFile):
             reader.in_pieces = bool(split_bytes)
         if steps is None:
             steps = tuple(STEPS) if reader.extracts else ()
-        language = None if reader.extracts else LANGUAGES.get(file.suffix)
+        language = None if reader.extracts or isinstance(reader, CSV) else LANGUAGES.get(file.suffix)
         for record in reader.records(file.location, start, stop):
             try:
-                document = _document(file, record, text_field, max_bytes, is_text, steps, language)
+                most = longest if split_bytes else max_bytes
+                document = _document(file, record, text_field, most, is_text, steps, language)
                 if split_bytes and document.n_bytes > split_bytes:
-                    yield from _pieces(document, split_bytes)
+                    yield from _pieces(document, min(split_bytes, max_bytes // 2), max_bytes)
                 else:
                     yield document
             except BadRecordError as error:
                 yield _rejected(file, error, offset=record.offset, length=record.length)
 
 
-def _pieces(document: Document, size: int) -> Iterator[Document]:
+def _pieces(document: Document, size: int, limit: int) -> Iterator[Document]:
     """Yield consecutive parts of a document that together are its text."""
     offset = document.offset
-    for text in divide(document.text, size):
+    for text in divide(document.text, size, limit):
         n_bytes = len(text.encode())
         id = document_id(document.source, document.path, offset)
         yield replace(document, id=id, offset=offset, text=text, length=n_bytes)
         offset += n_bytes
 
 
-def divide(text: str, size: int) -> Iterator[str]:
-    """Yield consecutive parts of about `size` bytes: cut at an empty line, from 1.5 times the size on at any line end."""
+def divide(text: str, size: int, limit: int = 1 << 62) -> Iterator[str]:
+    """Yield consecutive parts of about `size` bytes: cut at an empty line, from 1.5 times the size on at any line end.
+
+    limit: bytes of a part; a line that exceeds it is cut. Only white space before the first word may be more.
+    """
+    longest = max(1, min(2 * size, limit // 4))  # characters of up to four bytes
     part: list[str] = []
     length, has_words = 0, False
     for line in text.splitlines(keepends=True):
-        for piece in (line[i : i + 2 * size] for i in range(0, len(line), 2 * size)):
-            ends = length >= size and (part[-1].isspace() or 2 * length >= 3 * size)
-            if ends and has_words and not piece.isspace():
+        for piece in (line[i : i + longest] for i in range(0, len(line), longest)):
+            n_bytes = len(piece.encode())
+            ends = length >= size and (part[-1].isspace() or 2 * length >= 3 * size) and not piece.isspace()
+            if has_words and (ends or length + n_bytes > limit):
                 yield "".join(part)
                 part, length, has_words = [], 0, False
             part.append(piece)
-            length += len(piece.encode())
+            length += n_bytes
             has_words = has_words or not piece.isspace()
     if part:
         yield "".join(part)
@@ -129,6 +142,8 @@ def _document(
     if isinstance(record.value, BadRecordError):
         raise record.value
     text = _checked_text(record.value, text_field, max_bytes, steps)
+    if is_text and is_private_key(text):
+        raise BadRecordError("secret", "", "it is a private key")
     if is_text:
         match = SPDX_PATTERN.search(text[:4096].encode())
         licence = match[1].decode().strip() if match else None

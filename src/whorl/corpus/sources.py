@@ -33,6 +33,7 @@ from whorl.corpus.provenance.hashes import ContentHashes
 from whorl.corpus.provenance.licences import folder_licences, nearest_licence
 from whorl.data.files import compression, filesystem, format_suffix, is_url
 from whorl.data.formats import format_name
+from whorl.data.secrets import has_secret_name
 from whorl.errors import ConfigError, DataError, one_of
 
 # name -> (licence, its glob, description)
@@ -45,7 +46,16 @@ SPLIT_DOCUMENTS = 200
 MIN_SPLIT_BYTES = 4000  # of a document, unless there would be fewer than MIN_SPLIT_DOCUMENTS
 MIN_SPLIT_DOCUMENTS = 25
 SPLIT_READ_BYTES = 8_000_000  # of a divided file are read at a time, unless its documents are larger
-PROSE_SUFFIXES = ("", ".txt", ".md", ".rst", ".tex", ".text", ".markdown")  # code would lose its functions
+PROSE_SUFFIXES = (
+    "",
+    ".txt",
+    ".md",
+    ".rst",
+    ".tex",
+    ".text",
+    ".markdown",
+    ".log",
+)  # code would lose its functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +110,8 @@ def _walk(root: Path, exclude: Sequence[str]) -> Iterator[tuple[str, Path]]:
     for folder, folders, files in os.walk(root, onerror=refuse):
         below = Path(folder).relative_to(root).as_posix()
         prefix = "" if below == "." else below + "/"
-        folders[:] = sorted(d for d in folders if not matches(prefix + d, exclude))
+        pages = {f"{Path(name).stem}_files" for name in files if name.endswith((".html", ".htm"))}  # as saved
+        folders[:] = sorted(d for d in folders if d not in pages and not matches(prefix + d, exclude))
         for name in files:
             yield prefix + name, Path(folder, name)
 
@@ -283,9 +294,16 @@ def exceeds_limit(file: SourceFile, config: IngestConfig) -> bool:
 
 
 def is_divided(file: SourceFile, config: IngestConfig) -> bool:
-    """Return whether the text of a file is divided into documents (`split_bytes`)."""
-    is_text = format_name(file.location, config.formats) == "text"
-    return bool(config.split_bytes) and is_text and file.suffix in PROSE_SUFFIXES
+    """Return whether a file is a text of any size, which is divided into documents (`split_size`)."""
+    return bool(config.split_bytes) and format_name(file.location, config.formats) == "text"
+
+
+def split_size(file: SourceFile, config: IngestConfig) -> int:
+    """Return the bytes from which on a text file is divided; 0: never."""
+    if not is_divided(file, config):
+        return 0
+    is_prose = file.suffix in PROSE_SUFFIXES
+    return config.split_bytes or 0 if is_prose else config.max_document_bytes
 
 
 def fingerprint(config: IngestConfig, hashes: ContentHashes | None = None) -> str:
@@ -311,7 +329,8 @@ def file_versions(
         hashes: known ones; default none.
     """
     config = with_split_size(config, files)
-    read = [f.size is not None and not exceeds_limit(f, config) for f in files]
+    unread = [exceeds_limit(f, config) or has_secret_name(f.path, config.formats) for f in files]
+    read = [f.size is not None and not n for f, n in zip(files, unread, strict=True)]
     local = [f.location for f, is_read in zip(files, read, strict=True) if is_read and not is_url(f.location)]
     contents = iter((hashes or ContentHashes()).of(local))
     versions = []

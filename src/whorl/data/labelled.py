@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from whorl.data.forms import unknown_form
 from whorl.data.quarantine import Quarantine
-from whorl.data.record_fields import label_field, text_field
+from whorl.data.record_fields import has_field, label_field, text_field
 from whorl.data.record_files import converted_records
 from whorl.errors import DataError
 from whorl.tracking.seeds import numpy_rng
@@ -32,6 +33,8 @@ def read_labelled(path: Path, text: str, label: str, quarantine: Quarantine) -> 
     """
 
     def shape(record: Mapping[str, Any]) -> tuple[str, str]:
+        if not (has_field(record, text) and has_field(record, label)):
+            raise unknown_form(record, "labelled", [(text, label)])
         return text_field(record, text), label_field(record, label)
 
     expected = f"records with a text in {text!r} and a class in {label!r}"

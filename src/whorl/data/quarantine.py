@@ -38,14 +38,19 @@ REASONS = {
     "no_header": "lacks the header of its format",
     "low_link_score": "has an address whose links score too low, or none",
     "encrypted": "needs a password",
+    "not_installed": "needs a package that is not installed",
+    "secret": "has the name of a file of passwords or keys, or is a private key",
     "no_text_field": "has no such text field, or no string in it",
     # of an image
     "not_an_image": "is in no image format that is read",
     "bad_channels": "has no grey values or colours of 8 or 16 bits",
+    # of a row of CSV or TSV
+    "ragged": "has more or fewer fields than the first row",
+    "bad_quotes": "a quote is not closed, or text follows one",
     # of a record of alignment data
     "unknown_shape": "matches no known set of fields",
     "bad_field": "a field has the wrong type",
-    "bad_role": "a message has an unknown role",
+    "bad_role": "a message has an unknown role, or one that cannot follow the message before",
     "no_answer": "no message is from the assistant",
     "no_prompt": "chosen and rejected have no common prefix",
     "identical": "chosen and rejected are equal",
@@ -72,7 +77,7 @@ class BadRecordError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RejectedRecord:
-    """A rejected record. line: of JSONL, the row of Parquet and Arrow, or the member of tar; from 1."""
+    """A rejected record. line: of JSONL, the row of Parquet, Arrow or a table, or the member of tar; from 1."""
 
     file: str
     line: int

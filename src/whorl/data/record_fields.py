@@ -31,12 +31,6 @@ def type_name(value: object) -> str:
     )
 
 
-def unknown_shape(record: Mapping[str, Any], expected: str) -> BadRecordError:
-    """Return the error of a record whose fields match no format."""
-    fields = ", ".join(str(k)[:40] for k in list(record)[:10]) or "none"
-    return BadRecordError("unknown_shape", "", f"fields: {fields}; expected {expected}")
-
-
 def source_and_id(record: Mapping[str, Any]) -> tuple[str, str]:
     """Return the fields `source` and `id` as texts."""
     source, name = record.get("source"), record.get("id")
@@ -70,13 +64,45 @@ def label_field(record: Mapping[str, Any], field: str) -> str:
     return str(value)
 
 
+def number_field(record: Mapping[str, Any], field: str) -> float:
+    """Return a number, also one written as a text (a cell of a table); 0 if it is missing. Raises BadRecordError."""
+    value = record.get(field) or 0.0
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise BadRecordError("bad_field", field, f"is {type_name(value)}, not a number") from None
+
+
 def messages_of(value: object, field: str) -> Messages:
-    """Return messages of (role, content) or (from, value) with the keys of the former; null fields are dropped."""
+    """Return messages of (role, content) or (from, value) with the keys of the former; null fields are dropped.
+
+    They may be a JSON text, as in a cell of a table.
+    """
+    value = _from_json(value, field)
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRecordError("bad_field", field, f"is {type_name(value)}, not a list of messages")
     if not value:
         raise BadRecordError("empty", field, "no message")
     return tuple(_message(m, f"{field}[{i}]") for i, m in enumerate(value))
+
+
+def check_turns(messages: Messages, field: str) -> None:
+    """Check the order of turns.
+
+    Raises:
+        BadRecordError: the assistant begins, or user or assistant has two turns in a row: no question and answer.
+    """
+    for i, message in enumerate(messages):
+        role, before = message["role"], [m["role"] for m in messages[:i]]
+        if role in ("user", "assistant") and before[-1:] == [role]:
+            detail = f"a second {role} message in a row; expected the other role: join the two, or remove one"
+        elif role == "assistant" and not {*before} - {"system"}:
+            detail = (
+                "the assistant begins; expected a user message before it: add the question, or remove this"
+            )
+        else:
+            continue
+        raise BadRecordError("bad_role", f"{field}[{i}].role", detail)
 
 
 def template_fields(record: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]:
@@ -109,7 +135,11 @@ def _tool(value: object, field: str) -> Message:
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRecordError("bad_field", field, f"is {type_name(tool)} without the name of a function")
-    function = {**function, "parameters": _from_json(function.get("parameters"), f"{field}.parameters")}
+    parameters = _from_json(function.get("parameters"), f"{field}.parameters")
+    if not isinstance(parameters, Mapping):
+        detail = f"is {type_name(parameters)}, not a JSON schema; of a function without arguments it is {{}}"
+        raise BadRecordError("bad_field", f"{field}.parameters", detail)
+    function = {**function, "parameters": parameters}
     return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
 
 

@@ -1,8 +1,9 @@
 """Records of a file or folder, in order, each with its position.
 
-A path is a JSONL file (plain, .gz or .zst), a `.json` file with one array, or a Parquet file. It may also be a folder
-saved by Hugging Face's `datasets` (one data set, or several named splits), or a folder of such files, read in name
-order. The library `datasets` is not needed: it saves Arrow streams and a small state file.
+A path is a JSONL file (plain, .gz or .zst), a `.json` file with one array, a Parquet file, or a CSV or TSV file, whose
+empty cells are missing fields. It may also be a folder saved by Hugging Face's `datasets` (one data set, or several named
+splits), or a folder of such files, read in name order. The library `datasets` is not needed: it saves Arrow streams and a
+small state file.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from whorl.data.formats import format_name, open_format
 from whorl.data.formats.format import LONGEST_RECORD
+from whorl.data.formats.table import CSV
 from whorl.data.quarantine import BadRecordError, Quarantine
 from whorl.errors import DataError, one_of
 
@@ -32,7 +34,10 @@ def records(path: Path, *, split: str = "train", longest: int = LONGEST_RECORD) 
     for file in _files(path, split):
         reader = open_format(str(file), JSON_ARRAYS, longest=longest)
         for record in reader.records(str(file)):
-            yield file, record.number, record.value
+            value = record.value
+            if isinstance(reader, CSV) and not isinstance(value, BadRecordError):
+                value = {name: cell or None for name, cell in value.items()}
+            yield file, record.number, value
 
 
 def converted_records(
@@ -68,7 +73,7 @@ def _files(path: Path, split: str) -> list[Path]:
             raise _unreadable(path)
         return [path]
     if not path.is_dir():
-        raise DataError(f"{path} does not exist", expected="a JSONL or Parquet file, or a folder of them")
+        raise DataError(f"{path} does not exist", expected="a JSONL, Parquet or CSV file, or a folder of it")
     named = path / "dataset_dict.json"
     if named.is_file():
         splits = _json(named).get("splits", [])
@@ -97,11 +102,11 @@ def _json(path: Path) -> Any:
 
 
 def _readable(path: Path) -> bool:
-    return format_name(str(path), JSON_ARRAYS) in ("jsonl", "parquet", "arrow")
+    return format_name(str(path), JSON_ARRAYS) in ("jsonl", "parquet", "arrow", "csv", "tsv")
 
 
 def _unreadable(path: Path) -> DataError:
     return DataError(
         f"{path} has no readable records",
-        expected="*.jsonl, *.jsonl.gz, *.jsonl.zst, *.parquet, or a folder saved by Hugging Face's datasets",
+        expected="*.jsonl, *.jsonl.gz, *.jsonl.zst, *.parquet, *.csv, *.tsv, or a folder saved by Hugging Face's datasets",
     )

@@ -45,7 +45,7 @@ class EmbedConfig(BaseModel):
 class TextClassifierConfig(RowTrainConfig):
     """Data, shape and training of a text classifier."""
 
-    path: str = Field(description="a JSONL or Parquet file of labelled texts, or a folder of them")
+    path: str = Field(description="a JSONL, Parquet or CSV file of labelled texts, or a folder of them")
     text_field: str = Field(default="text", description="the text")
     label_field: str = Field(default="label", description="the class: a text or a whole number")
     test_fraction: float = Field(default=0.2, gt=0, lt=1, description="held-out fraction, of each class")

@@ -19,6 +19,7 @@ import numpy as np
 from whorl.data.files import is_url, open_file
 from whorl.data.formats import FORMATS, format_name, open_format
 from whorl.data.formats.image_folder import list_files
+from whorl.data.forms import unknown_form
 from whorl.data.images import ImageShape, Pixels, decode_image
 from whorl.data.labelled import held_out
 from whorl.data.quarantine import BadRecordError, Quarantine
@@ -223,10 +224,8 @@ def _fields(record: Mapping[str, Any], path: str, config: ImagesConfig) -> tuple
     """Return (bytes of the image, label, caption) of a record. Raises BadRecordError: a field is missing or wrong."""
     label, caption = record.get(config.label_field), record.get(config.caption_field)
     if label is None and caption is None and "file" not in record:  # of a folder without classes
-        detail = (
-            f"neither {config.label_field!r} nor {config.caption_field!r} among {', '.join(record)[:200]}"
-        )
-        raise BadRecordError("unknown_shape", "", detail)
+        image = config.image_field
+        raise unknown_form(record, "images", [(image, config.label_field), (image, config.caption_field)])
     label = "" if label is None else label_field(record, config.label_field)
     if caption is not None and not isinstance(caption, str):
         raise BadRecordError("bad_field", config.caption_field, f"is a {type(caption).__name__}, not a text")

@@ -52,8 +52,9 @@ def test_to_conversation_accepts_every_format(record: dict[str, Any]) -> None:
 def test_to_conversation_keeps_input_and_system() -> None:
     found = to_conversation({"instruction": "Add.", "input": "1 2", "output": "3"})
     assert found.messages[0]["content"] == "Add.\n\n1 2"
-    told = to_conversation({"system": "Be kind.", "conversations": [{"from": "gpt", "value": "hm"}]})
-    assert [m["role"] for m in told.messages] == ["system", "assistant"]
+    turns = [{"from": "human", "value": "hm?"}, {"from": "gpt", "value": "hm"}]
+    told = to_conversation({"system": "Be kind.", "conversations": turns})
+    assert [m["role"] for m in told.messages] == ["system", "user", "assistant"]
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     assert to_conversation({"messages": [U, called]}).messages[1]["content"] == ""
 
@@ -99,6 +100,13 @@ def test_other_formats_are_converted() -> None:
         (to_conversation, {"messages": [U]}, "no_answer", ""),
         (to_conversation, {"messages": [U, {"role": "judge", "content": "x"}]}, "bad_role", "messages[1].role"),
         (to_conversation, {"messages": [{"role": "user"}, A]}, "bad_field", "messages[0].content"),
+        (to_conversation, {"messages": [A, U, A]}, "bad_role", "messages[0].role"),
+        (to_conversation, {"messages": [{**U, "role": "system"}, A]}, "bad_role", "messages[1].role"),
+        (to_conversation, {"messages": [U, U, A]}, "bad_role", "messages[1].role"),
+        (to_conversation, {"conversations": [U, A, A], "system": "s"}, "bad_role", "conversations[2].role"),
+        (to_task, {"messages": [A], "verifier": "exact"}, "bad_role", "messages[0].role"),
+        (to_conversation, {"messages": [U, A], "tools": [{"name": "f"}]}, "bad_field", "tools[0].parameters"),
+        (to_conversation, {"instruction": "Add."}, "unknown_shape", ""),
         (to_conversation, {"messages": [U, {**A, "content": " \n"}]}, "empty", "messages[1].content"),
         (to_conversation, {"messages": [{**U, "content": "\ud800"}, A]}, "invalid_utf8", "messages[0].content"),
         (to_conversation, {"instruction": "Add.", "output": ""}, "empty", "output"),
@@ -112,7 +120,7 @@ def test_other_formats_are_converted() -> None:
         (to_preference, {"prompt": "p", "chosen": "a", "rejected": 3}, "bad_field", "rejected"),
         (to_preference, {"prompt": "p", "chosen": "p", "rejected": "p b"}, "empty", "chosen"),
         (to_unpaired, {"prompt": "p", "completion": "c", "label": "yes"}, "bad_field", "label"),
-        (to_task, {"prompt": "p"}, "bad_field", "verifier"),
+        (to_task, {"prompt": "p"}, "unknown_shape", ""),
         (to_task, {"prompt": "p", "messages": [U], "verifier": "exact"}, "bad_field", "messages"),
     ],
 )  # fmt: skip
@@ -127,6 +135,30 @@ def test_preference_rejects_invalid_fields() -> None:
         Preference("p", "a", "a")
     with pytest.raises(DataError, match="mixes"):
         Preference("p", (A,), (OTHER,))
+
+
+@pytest.mark.parametrize(
+    ("shape", "record", "words"),
+    [
+        (to_conversation, {"instruction": "i", "id": 1}, "nearest form: instruction and output, without output;"),
+        (to_conversation, {"mesages": []}, "nearest form: messages, without messages (is it 'mesages'?)"),
+        (to_conversation, {"q": 1, "a": 2}, "fields: q, a; expected messages; conversations; instruction and"),
+        (to_conversation, {"chosen": "a", "rejected": "b", "prompt": "p"}, "these are fields of preferences"),
+        (to_preference, {"prompt": "p", "chosen": "a"}, "prompt, chosen and rejected, without rejected"),
+        (to_task, {"prompt": "p", "answer": 1}, "prompt and verifier, without verifier"),
+    ],
+)  # fmt: skip
+def test_unknown_shape_names_the_nearest_form_and_the_page(shape: Any, record: Any, words: str) -> None:
+    with pytest.raises(BadRecordError) as caught:
+        shape(record)
+    assert words in str(caught.value) and str(caught.value).endswith("/data.md")
+
+
+def test_order_of_turns_with_tools_and_systems_is_accepted() -> None:
+    system, called = {"role": "system", "content": "s"}, {**A, "tool_calls": [{"function": {"name": "f"}}]}
+    result = {"role": "tool", "content": "1"}
+    messages = [system, U, called, result, result, A, system, U, A]
+    assert len(to_conversation({"messages": messages}).messages) == len(messages)
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats()
@@ -172,7 +204,7 @@ def test_wrong_tools_are_bad_records(tools: Any, field: str) -> None:
         to_conversation({"messages": [U, A], "tools": tools})
     assert found.value.field == field
     with pytest.raises(BadRecordError, match="only messages"):
-        to_preference({"prompt": "p", "chosen": "a", "rejected": "b", "tools": [{"name": "f"}]})
+        to_preference({"prompt": "p", "chosen": "a", "rejected": "b", "tools": TOOLS[:1]})
 
 
 def test_quarantine_stores_file_line_and_field(tmp_path: Path) -> None:
@@ -270,9 +302,9 @@ def _is_object(line: bytes) -> bool:
 def test_readers_reject_wrong_paths(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         list(read_tasks(tmp_path / "none.jsonl", Quarantine()))
-    (tmp_path / "a.csv").write_text("a,b\n")
+    (tmp_path / "a.txt").write_text("a,b\n")
     with pytest.raises(DataError, match="no readable records"):
-        list(read_tasks(tmp_path / "a.csv", Quarantine()))
+        list(read_tasks(tmp_path / "a.txt", Quarantine()))
     path = write(tmp_path / "j.jsonl", {"question": "x"})
     with pytest.raises(DataError, match=r"unknown_shape 1[\s\S]*j.jsonl, line 1"):
         list(data.unpaired(path, Quarantine()))

@@ -153,7 +153,7 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
     for path, words in {
         "nothing.jsonl": "nothing.jsonl cannot be read: No such file",
         "bad.jsonl": "record 2, cannot be read",
-        "bad.csv": "has no format of records",
+        "bad.txt": "has no format of records",
     }.items():
         with pytest.raises(WhorlError, match=words):
             load_task(config(), test=[str(tmp_path / path)])

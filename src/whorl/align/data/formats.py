@@ -24,16 +24,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from whorl.data.forms import unknown_form
 from whorl.data.quarantine import BadRecordError
 from whorl.data.record_fields import (
     Messages,
+    check_turns,
     has_field,
     messages_of,
     source_and_id,
     template_fields,
     text_field,
     type_name,
-    unknown_shape,
 )
 from whorl.errors import DataError
 
@@ -110,11 +111,13 @@ def to_conversation(record: Mapping[str, Any]) -> Conversation:
     """Convert a record in one of the four formats. Raises BadRecordError."""
     if has_field(record, "messages"):
         messages = messages_of(record["messages"], "messages")
+        check_turns(messages, "messages")
     elif has_field(record, "conversations"):
         messages = messages_of(record["conversations"], "conversations")
+        check_turns(messages, "conversations")
         if isinstance(record.get("system"), str) and record["system"].strip():
             messages = ({"role": "system", "content": record["system"]}, *messages)
-    elif has_field(record, "instruction"):
+    elif has_field(record, "instruction") and has_field(record, "output"):
         question = text_field(record, "instruction")
         extra = record.get("input") or ""
         if not isinstance(extra, str):
@@ -123,10 +126,10 @@ def to_conversation(record: Mapping[str, Any]) -> Conversation:
         messages = _one_message(
             "user", f"{question}\n\n{extra}" if extra.strip() else question
         ) + _one_message("assistant", answer)
-    elif has_field(record, "prompt"):
+    elif has_field(record, "prompt") and has_field(record, "completion"):
         messages = _as_messages(record, "prompt", "user") + _as_messages(record, "completion", "assistant")
     else:
-        raise unknown_shape(record, "messages; conversations; instruction and output; prompt and completion")
+        raise unknown_form(record, "conversations")
     if not any(m["role"] == "assistant" for m in messages):
         raise BadRecordError("no_answer", "", f"{len(messages)} messages, none from the assistant")
     return Conversation(messages, *source_and_id(record), **template_fields(record))
@@ -135,7 +138,7 @@ def to_conversation(record: Mapping[str, Any]) -> Conversation:
 def to_prompt_completion(record: Mapping[str, Any]) -> PromptCompletion:
     """Convert a record with the strings `prompt` (may be empty) and `completion`. Raises BadRecordError."""
     if not has_field(record, "completion"):
-        raise unknown_shape(record, "prompt and completion, as texts")
+        raise unknown_form(record, "pairs")
     prompt = record.get("prompt") or ""
     if not isinstance(prompt, str):
         raise BadRecordError("bad_field", "prompt", f"is {type_name(prompt)}, not a text")
@@ -146,7 +149,7 @@ def to_prompt_completion(record: Mapping[str, Any]) -> PromptCompletion:
 def to_preference(record: Mapping[str, Any]) -> Preference:
     """Convert a record with `chosen` and `rejected`, and `prompt` unless they include it. Raises BadRecordError."""
     if not (has_field(record, "chosen") and has_field(record, "rejected")):
-        raise unknown_shape(record, "prompt, chosen and rejected")
+        raise unknown_form(record, "preferences")
     texts = all(isinstance(record[k], str) for k in ("chosen", "rejected"))
     prompt: TextOrMessages
     chosen: TextOrMessages
@@ -194,8 +197,10 @@ def to_preference(record: Mapping[str, Any]) -> Preference:
 def to_unpaired_preference(record: Mapping[str, Any]) -> UnpairedPreference:
     """Convert a record with `prompt`, `completion` and `label` (true for a good completion). Raises BadRecordError."""
     if not (has_field(record, "completion") and has_field(record, "label")):
-        raise unknown_shape(record, "prompt, completion and label")
+        raise unknown_form(record, "unpaired")
     label = record["label"]
+    if isinstance(label, str):  # a cell of a table
+        label = {"true": True, "1": True, "false": False, "0": False}.get(label.lower(), label)
     if label not in (True, False):
         raise BadRecordError("bad_field", "label", f"is {label!r}, not true or false")
     prompt, answer = _prompt_and_answer(record, "completion")

@@ -13,11 +13,9 @@ from pathlib import Path
 
 from whorl.align.data import formats
 from whorl.align.data.formats import Conversation, Preference, PromptCompletion, UnpairedPreference
+from whorl.data.forms import EXPECTED
 from whorl.data.quarantine import Quarantine
 from whorl.data.record_files import converted_records
-from whorl.errors import DOCS_URL
-
-EXPECTED = f"records in a format of {DOCS_URL}/align.md"
 
 
 def conversations(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[Conversation]:

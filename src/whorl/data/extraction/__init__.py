@@ -2,8 +2,8 @@
 
     page = extract(body, "text/html", "iso-8859-1")     # page.text, page.title
 
-The libraries are the extra `corpus`. Each function is pure: bytes or a string, no files. `extract` reads HTML and PDF in a
-child process with bounds (`bounded.py`).
+The libraries are the extra `corpus`. Each function is pure: bytes or a string, no files. `extract` reads all but plain text
+in a child process with bounds (`bounded.py`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from whorl.data.extraction.charset import decode
 from whorl.data.extraction.html import extract_html
 from whorl.data.extraction.page import Page, corpus_extra
 from whorl.data.extraction.pdf import extract_pdf
+from whorl.data.extraction.zipped import extract_docx, extract_epub
 from whorl.data.quarantine import BadRecordError
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
 TEXT_TYPES = ("text/plain", "text/markdown", "text/x-rst")
 PDF_TYPE = "application/pdf"
 PDF_MAGIC = b"%PDF-"
+DOCX_TYPE = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
+EPUB_TYPE = "application/epub+zip"
+EXTRACTORS = {PDF_TYPE: extract_pdf, DOCX_TYPE: extract_docx, EPUB_TYPE: extract_epub}
 MAX_CHARACTERS = 1 << 26
 
 __all__ = [
+    "DOCX_TYPE",
+    "EPUB_TYPE",
     "Page",
     "corpus_extra",
     "decode",
@@ -42,11 +48,11 @@ def extract(data: bytes, media_type: str, charset: str = "", *, main_content: bo
         main_content: of HTML, without navigation, side bars and footers.
 
     Raises:
-        BadRecordError: "media_type" (not read), "binary", "encrypted", "damaged", "too_costly" or "too_large".
-        ConfigError: the extra `corpus` is not installed.
+        BadRecordError: "media_type" (not read), "binary", "encrypted", "damaged", "too_costly", "too_large", or
+            "not_installed" (the extra `corpus`).
     """
     kind = media_type_of(data, media_type)
-    if kind in HTML_TYPES or kind == PDF_TYPE:
+    if kind in HTML_TYPES or kind in EXTRACTORS:
         return run_bounded(_extract, data, kind, charset, main_content, n_bytes=len(data))
     if kind in TEXT_TYPES:
         return Page(decode(data, charset))
@@ -54,10 +60,11 @@ def extract(data: bytes, media_type: str, charset: str = "", *, main_content: bo
 
 
 def _extract(data: bytes, kind: str, charset: str, main_content: bool) -> Page:
-    """Return the text of a page of HTML or PDF, in the child."""
-    is_html = kind in HTML_TYPES
-    text = decode(data, charset, is_html=True) if is_html else ""
-    page = extract_html(text, main_content=main_content) if is_html else extract_pdf(data)
+    """Return the text of a page, in the child."""
+    if kind in HTML_TYPES:
+        page = extract_html(decode(data, charset, is_html=True), main_content=main_content)
+    else:
+        page = EXTRACTORS[kind](data)
     if len(page.text) > MAX_CHARACTERS:
         raise BadRecordError("too_large", "", f"a text of {len(page.text)} characters")
     return page

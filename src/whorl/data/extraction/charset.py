@@ -47,8 +47,8 @@ def decode(data: bytes, declared: str = "", *, is_html: bool = False) -> str:
         is_html: look for a `meta` element, or an XML declaration, in the first bytes.
 
     Raises:
-        BadRecordError: "binary", more than 5 % of the first characters are unprintable.
-        ConfigError: an encoding must be detected, and the extra `corpus` is not installed.
+        BadRecordError: "binary", more than 5 % of the first characters are unprintable; "not_installed", an encoding must be
+            detected, and the extra `corpus` is not installed.
     """
     text = _decode(data, declared, is_html)
     if (bad := len(UNPRINTABLE.findall(text, 0, SAMPLE))) > MAX_UNPRINTABLE * min(len(text), SAMPLE):
@@ -124,6 +124,11 @@ def _strictly(data: bytes, encoding: str, *, in_doubt: bool = False) -> str | No
         return None
     except UnicodeError:
         return None
+
+
+def detect(data: bytes) -> str:
+    """Return the likely encoding of the start of a text without a mark; "" for UTF-8. Raises BadRecordError as `decode`."""
+    return "" if _strictly(data, "utf-8") is not None else _detect(data) or "cp1252"
 
 
 def _detect(data: bytes) -> str | None:

@@ -43,7 +43,7 @@ def extract_html(html: str, *, main_content: bool = True) -> Page:
         main_content: leave out navigation, side bars, headers, footers and buttons; else all visible text is returned.
 
     Raises:
-        ConfigError: the extra `corpus` is not installed.
+        BadRecordError: "not_installed", the extra `corpus` is missing.
     """
     try:
         from resiliparse.extract.html2text import extract_plain_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whorl.errors import ConfigError
+from whorl.data.quarantine import BadRecordError
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +15,6 @@ class Page:
     title: str | None = None
 
 
-def corpus_extra(package: str) -> ConfigError:
+def corpus_extra(package: str) -> BadRecordError:
     """Return the error for a missing package of the extra `corpus`."""
-    return ConfigError(
-        f"{package} is not installed",
-        expected="the extra 'corpus', which reads web archives, HTML and PDF",
-        do="pip install 'whorl[corpus]'",
-    )
+    return BadRecordError("not_installed", "", f"{package} is not installed: pip install 'whorl[corpus]'")

@@ -28,7 +28,7 @@ def extract_pdf(data: bytes) -> Page:
 
     Raises:
         BadRecordError: "encrypted", a password is needed; "damaged", pdfium cannot read it.
-        ConfigError: the extra `corpus` is not installed.
+        BadRecordError: "not_installed", the extra `corpus` is missing.
     """
     try:
         import pypdfium2

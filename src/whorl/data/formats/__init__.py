@@ -9,9 +9,10 @@ A format is a subclass of `Format`. Those of users need no entry: a configuratio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from whorl.data.files import format_suffix
-from whorl.data.formats.format import LONGEST_RECORD, Block, Format, Record
+from whorl.data.formats.format import DAMAGE, DEFAULT_FIELD, LONGEST_RECORD, Block, Format, Record
 from whorl.data.quarantine import BadRecordError
 from whorl.errors import DataError
 from whorl.registry import Registry
@@ -30,6 +31,11 @@ FORMATS = Registry(
         "html": "whorl.data.formats.web:HTML",
         "html_all": "whorl.data.formats.web:AllHTML",
         "pdf": "whorl.data.formats.web:PDF",
+        "docx": "whorl.data.formats.web:Docx",
+        "epub": "whorl.data.formats.web:Epub",
+        "csv": "whorl.data.formats.table:CSV",
+        "tsv": "whorl.data.formats.table:TSV",
+        "notebook": "whorl.data.formats.notebook:Notebook",
         "wikipedia": "whorl.data.formats.wikipedia:Wikipedia",
         "stackexchange": "whorl.data.formats.stackexchange:StackExchange",
         "gutenberg": "whorl.data.formats.gutenberg:Gutenberg",
@@ -37,10 +43,21 @@ FORMATS = Registry(
 )
 SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow", ".tar": "tar",
-    ".warc": "warc", ".wet": "warc",
+    ".warc": "warc", ".wet": "warc", ".csv": "csv", ".tsv": "tsv", ".ipynb": "notebook", ".docx": "docx", ".epub": "epub",
+    ".html": "html", ".htm": "html", ".xhtml": "html", ".pdf": "pdf",
 }  # fmt: skip
 
-__all__ = ["FORMATS", "SUFFIXES", "Block", "Format", "Record", "format_name", "open_format", "read_strings"]
+__all__ = [
+    "FORMATS",
+    "SUFFIXES",
+    "Block",
+    "Format",
+    "Record",
+    "format_name",
+    "open_format",
+    "read_strings",
+    "table_formats",
+]
 
 
 def format_name(uri: str, formats: Mapping[str, str] | None = None) -> str:
@@ -54,6 +71,18 @@ def open_format(
     """Return the reader of a file. Raises ConfigError: its format cannot be imported."""
     reader: Format = FORMATS.get(format_name(uri, formats))(fields=fields, longest=longest)
     return reader
+
+
+def table_formats(uri: str, formats: Mapping[str, str], text_field: str) -> Mapping[str, str]:
+    """Return `formats`, in which a table without the default field of texts is a text."""
+    if format_name(uri, formats) not in ("csv", "tsv") or text_field != DEFAULT_FIELD:
+        return formats
+    reader: Any = open_format(uri, formats)
+    try:
+        has_texts = DEFAULT_FIELD in reader.columns(uri)
+    except (BadRecordError, *DAMAGE):
+        has_texts = False  # the reader of texts rejects it
+    return formats if has_texts else {**formats, format_suffix(uri): "text"}
 
 
 def read_strings(uri: str, field: str, label: str) -> Iterator[tuple[int, str]]:

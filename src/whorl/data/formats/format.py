@@ -69,7 +69,10 @@ class Format(ABC):
 
     @abstractmethod
     def read(self, uri: str, start: int, stop: int | None) -> Iterator[Record]:
-        """Yield the records that begin in [start, stop), in order. OSError and ValueError mean damage."""
+        """Yield the records that begin in [start, stop), in order.
+
+        OSError and ValueError mean damage; a BadRecordError ends the file.
+        """
 
     def blocks(self, uri: str, block_bytes: int) -> Iterator[Block]:
         """Yield blocks of about `block_bytes` that cover the file, in order. Raises as `read`."""
@@ -87,6 +90,8 @@ class Format(ABC):
             for record in self.read(uri, start, stop):
                 number, end = record.number, record.end
                 yield record
+        except BadRecordError as error:
+            yield Record(number + 1, end, 0, error, end)
         except DAMAGE as error:
             # Arrow's streams raise OSError without an errno for damaged data; errors of the system always have one.
             refused = isinstance(error, OSError) and error.errno is not None

@@ -1,16 +1,16 @@
-"""Pages as single files: HTML and PDF. A file is one record with its text, title and media type."""
+"""Pages and documents as single files: HTML, PDF, Word, EPUB. A file is one record with its text, title and media type."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from whorl.data.extraction import extract
+from whorl.data.extraction import DOCX_TYPE, EPUB_TYPE, extract
 from whorl.data.files import open_decompressed
 from whorl.data.formats.format import Format, Record
 from whorl.data.quarantine import BadRecordError
 
-PDF_BYTES = 64_000_000  # a PDF is many times larger than its text
+FILE_BYTES = 64_000_000  # of a file that is many times larger than its text
 
 
 class HTML(Format):
@@ -50,4 +50,16 @@ class PDF(HTML):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.longest = max(self.longest, PDF_BYTES)
+        self.longest = max(self.longest, FILE_BYTES)
+
+
+class Docx(PDF):
+    """The paragraphs and tables of a Word document."""
+
+    media_type = DOCX_TYPE
+
+
+class Epub(PDF):
+    """The chapters of a book."""
+
+    media_type = EPUB_TYPE

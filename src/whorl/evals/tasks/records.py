@@ -59,11 +59,9 @@ def read_records(paths: Sequence[str], label: str, unnest: str = "") -> Iterator
         DataError: a file is missing, or a record is damaged or lacks `unnest`.
     """
     for path in paths:
-        if format_suffix(path) in ("", ".txt", ".csv", ".tsv"):
-            raise ConfigError(
-                f"{label}: {path} has no format of records", expected="a file .jsonl, .json or .parquet, also .gz",
-                do="convert it, for example with pandas.read_csv(FILE).to_json(OUT, orient='records', lines=True)",
-            )  # fmt: skip
+        if format_suffix(path) in ("", ".txt"):
+            expected = "a file .jsonl, .json, .parquet, .csv or .tsv, also .gz"
+            raise ConfigError(f"{label}: {path} has no format of records", expected=expected)
         if unnest and format_suffix(path) == ".json" and (whole := _whole_object(path)) is not None:
             yield from _nested(whole, unnest, f"{label}: {path}")
             continue

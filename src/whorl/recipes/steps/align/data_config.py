@@ -31,7 +31,7 @@ class SetConfig(BaseModel):
     )
     max_prompt_bytes: int = Field(default=600, ge=1, description="python: longest signature and docstring")
     max_completion_bytes: int = Field(default=240, ge=20, description="python: longest function body")
-    path: str = Field(default="", description="files: a JSONL or Parquet file, or a folder of them")
+    path: str = Field(default="", description="files: a JSONL, Parquet or CSV file, or a folder of them")
     test_path: str = Field(
         default="", description="files: held-out records; default: a fraction of the prompts"
     )
