@@ -67,7 +67,7 @@ def test_text_classifier_learns() -> None:
     made = run_text(RECIPE)["text_classifier"]
     before, after = (float(*made.summary["eval"][when].values()) for when in ("before", "after"))
     assert before < 0.6 and after >= 0.9
-    assert made.summary["quarantine"] == {"accepted": 180, "bad_field": 1, "empty": 1}
+    assert made.summary["quarantine"] == {"accepted": 180, "unknown_shape": 1, "empty": 1}
     model = load(made.path)
     assert model.classes == ("cold", "hot", "wet")
     found = model.classify(["the old road is near snow", "a house with rain"]).argmax(dim=1)
