@@ -101,9 +101,9 @@ def test_equal_settings_get_a_further_name(store: Store) -> None:
     names = store.names()
     assert names["small/train"] == names["r/train"] == first.artifacts["train"].address
     record = json.loads((other.run.dir / "config.json").read_text())
-    assert (record["run"], record["name"], record["seeds"], record["changed"]) == ("small", "r", [0], {})
+    assert (record["run"], record["name"], record["seeds"], record["changed"]) == ("small", "r", [0], [])
     small, plain = read_runs(store)
-    assert (small.name, small.config.name, small.state, plain.name) == ("small", "r", "done", "r")
+    assert (small.name, small.recipe, small.state, plain.name) == ("small", "r", "done", "r")
 
 
 def test_newer_run_of_a_name_takes_the_names_and_both_are_listed(store: Store, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_newer_run_of_a_name_takes_the_names_and_both_are_listed(store: Store, t
     assert labels == [record.folder.name for record in read_runs(store)] and len(labels) == 2
     assert "train.rate=0.25" in listed and "Accuracy 25\xa0%" in listed and "Speed" not in listed
     message = refuse(tmp_path, "runs", "--remove", "small", code=1)
-    assert "not one run" in message and all(label in message for label in labels)
+    assert "several runs" in message and all(label in message for label in labels)
 
 
 def test_gc_keeps_the_artifacts_of_a_run_until_it_is_removed(store: Store, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_damaged_run_is_listed_and_gc_keeps_what_it_may_need(store: Store, tmp_p
     assert (
         "damaged: steps.json: " in listed
         and "damaged: config.json: No such file" in listed
-        and "damaged: config.json: Input should be an object" in listed
+        and "damaged: config.json: 'list' object has" in listed
     )
     assert f"whorl runs --remove {old.run.name}" in refuse(tmp_path, "gc", "--yes", code=1)
     assert "is damaged" in refuse(tmp_path, "report", old.run.name, code=1)
@@ -225,7 +225,7 @@ def test_comparison_shows_settings_and_figures_side_by_side(store: Store, tmp_pa
     message = refuse(tmp_path, "runs", "slaw", code=1)
     assert "no run 'slaw'" in message and "did you mean 'slow'?" in message
     for option in ("--remove", "--page=x.html"):
-        assert "needs the name of a run" in refuse(tmp_path, "runs", option)
+        assert "need the name of a run" in refuse(tmp_path, "runs", option)
 
 
 def test_empty_store_has_no_runs(tmp_path: Path) -> None:
@@ -285,14 +285,14 @@ def test_sweep_shares_data_and_continues_after_an_interruption(home: Path, store
     assert printed.endswith("next:   whorl runs mine-seed0 mine-seed1 mine-seed2\n")
     names = store.names()
     assert names["mine-seed0/train"] == names["r/train"] and names["mine-seed2/data"] == names["r/data"]
-    listed = {record.name: (list(record.config.seeds), record.config.changed) for record in read_runs(store)}
-    assert listed["mine-seed2"] == ([2], {"train.seed": "2"}) and listed["mine-seed0"] == ([0], {})
+    listed = {record.name: (list(record.seeds), record.changed) for record in read_runs(store)}
+    assert listed["mine-seed2"] == ([2], ["--set train.seed=2"]) and listed["mine-seed0"] == ([0], [])
 
 
 def test_figures_over_seeds_handle_gaps(store: Store) -> None:
     results = [run(store, f"train.seed={seed}").artifacts for seed in (0, 1)]
     (row,) = figures_over_seeds([results[0], {"data": results[1]["data"]}, results[1]])
-    assert row[:3] == ["train: Accuracy", "2", "50.50\xa0%"]
+    assert row[:3] == ["train: Accuracy", "2", "50.50 %"]
     assert figures_over_seeds([results[0], results[0]]) == []  # no figure depends on the seed
 
 

@@ -22,8 +22,6 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +56,7 @@ class Recipe:
     log: metric sinks with their settings. kernels: forced choices. code: what data may name (`whorl.registry`). None of
         them is part of any address.
     shrunk: sizes that a `--budget` below the recipe's has lowered, as "step.field": value.
-    changed: settings that options have set, as "step.field": value, and those of `shrunk`.
+    changed: options that have changed a setting.
     given_name: of the run, by `--name`.
     """
 
@@ -69,7 +67,7 @@ class Recipe:
     shrunk: Mapping[str, float] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
     code: Sequence[str] = ()
-    changed: Mapping[str, Any] = field(default_factory=dict)
+    changed: Sequence[str] = ()
     given_name: str = ""
 
     @property
@@ -218,12 +216,8 @@ class _RecipeParser:
         if not isinstance(code, list) or list(code_named_in(code)) != code:
             raise ConfigError(f"{self.location('code')}: code is {code!r}", expected='["module:attribute"]')
         code = [*code, *code_named_in(tables)]
-        places = {"steps": tables, "kernels": kernels}
-        changed = {
-            ".".join(path[path[0] == "steps" :]): reduce(getitem, path, places) for path in self.flag_of_key
-        }
-        about = str(data.get("about", ""))
-        return Recipe(name, about, steps, log, shrunk_sizes, kernels, code, {**changed, **shrunk_sizes})
+        about, changed = str(data.get("about", "")), [*dict.fromkeys(self.flag_of_key.values())]
+        return Recipe(name, about, steps, log, shrunk_sizes, kernels, code, changed)
 
     def kind_of(self, step: str, table: Any) -> StepKind:
         location = self.location("steps", step)

@@ -253,8 +253,11 @@ def _run_step(
                 with recorded_choices(build.scratch / "choices"), _deterministic(ctx.deterministic):
                     kind.function(ctx, config)
                 ctx.report.write(build.path)
-                if ctx.report.cards:
-                    ctx.summary["figures"] = ctx.report.figures()
+                if ctx.report.cards:  # for `whorl runs`
+                    ctx.summary["figures"] = {
+                        card.label: {"value": f"{card.value} {card.unit}".strip(), "number": card.number}
+                        for card in ctx.report.cards
+                    }
     except NotApplicableError:
         raise
     except WhorlError as error:

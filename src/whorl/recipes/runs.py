@@ -7,35 +7,22 @@ from __future__ import annotations
 
 import difflib
 import json
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field
 
 from whorl.errors import StoreError, one_of, shorten
 from whorl.recipes.step_records import FAILED, LEFT_OUT, LOCK_FILE, STEPS_FILE
-from whorl.report.blocks import EMPTY, Column, StepReport, Table
+from whorl.report.blocks import EMPTY, Column, Table
 from whorl.store import Store
 from whorl.store.lock import is_locked
 from whorl.tracking.progress import format_duration
 
-SECTION = "Other runs of this recipe"
 MAX_COMPARED = 8  # runs side by side that were not named one by one
 MAX_CELL = 60  # characters
-
-
-class _Config(BaseModel):
-    """`config.json`. run: `--name`, else that of the recipe. seeds: of the steps that train. changed: by options."""
-
-    name: str = ""
-    run: str = ""
-    seeds: list[int] = []
-    changed: dict[str, Any] = {}
-    steps: dict[str, dict[str, Any]] = {}
 
 
 class _Step(BaseModel):
@@ -45,22 +32,22 @@ class _Step(BaseModel):
     figures: dict[str, dict[str, Any]] = {}
 
 
-_STEPS = TypeAdapter(dict[str, _Step])
+class RunRecord(BaseModel):
+    """The record of a run.
 
-
-@dataclass(frozen=True)
-class RunRecord:
-    """The record of a run. when: time of the last change, in seconds since 1970. problem: why it cannot be read."""
+    when: time of the last change, in seconds since 1970. problem: why it cannot be read. seeds: of the steps that train.
+    changed: options that changed a setting. settings, steps: by step.
+    """
 
     folder: Path
     when: float = 0.0
-    config: _Config = field(default_factory=_Config)
-    steps: Mapping[str, _Step] = field(default_factory=dict)
     problem: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.config.run or self.config.name or self.folder.name.rpartition("-")[0]
+    name: str = Field(alias="run")
+    recipe: str = Field(default="", alias="name")
+    seeds: list[int] = []
+    changed: list[str] = []
+    settings: dict[str, dict[str, Any]] = Field(default={}, alias="steps")
+    steps: dict[str, _Step] = Field(default={}, alias="records")
 
     @property
     def seconds(self) -> float:
@@ -71,35 +58,36 @@ class RunRecord:
     def results(self) -> dict[str, str]:
         """Return label -> value of the results; of the youngest step with a label."""
         figures = (pair for step in self.steps.values() for pair in step.figures.items())
-        return {label: figure["value"] for label, figure in figures if figure["number"] is not None}
+        return {label: figure["value"] for label, figure in figures if figure.get("number") is not None}
 
     @property
     def state(self) -> str:
         """Return "done", "running", what failed, or how many steps are finished."""
-        failed, left_out = (
-            ", ".join(name for name, step in self.steps.items() if step.state == state)
-            for state in (FAILED, LEFT_OUT)
-        )
         if self.problem or is_locked(self.folder / LOCK_FILE):
             return f"damaged: {self.problem}" if self.problem else "running"
-        if failed:
-            return f"failed: {failed}"
-        if self.config.steps.keys() - self.steps.keys():
-            return f"{len(self.steps)} of {len(self.config.steps)} steps"
-        return f"done, left out: {left_out}" if left_out else "done"
+        by_state: dict[str, list[str]] = {}
+        for name, step in self.steps.items():
+            by_state.setdefault(step.state, []).append(name)
+        if FAILED in by_state:
+            return f"failed: {', '.join(by_state[FAILED])}"
+        if self.settings.keys() - self.steps.keys():
+            return f"{len(self.steps)} of {len(self.settings)} steps"
+        return f"done, left out: {', '.join(by_state[LEFT_OUT])}" if LEFT_OUT in by_state else "done"
 
 
 def read_run(folder: Path) -> RunRecord:
     """Return the run of a folder; one that cannot be read has a `problem`."""
     path, steps = folder / "config.json", folder / STEPS_FILE
     try:
-        config = _Config.model_validate_json(path.read_bytes())
-        path = steps if steps.exists() else path
-        found = _STEPS.validate_json(path.read_bytes()) if path == steps else {}
-        return RunRecord(folder, path.stat().st_mtime, config, found)
-    except (OSError, ValidationError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
-        return RunRecord(folder, problem=f"{path.name}: {reason}")
+        found = json.loads(path.read_bytes())
+        found.setdefault("run", found["name"])
+        if steps.exists():
+            path = steps
+            found["records"] = json.loads(path.read_bytes())
+        return RunRecord(folder=folder, when=path.stat().st_mtime, **found)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        return RunRecord(folder=folder, run=folder.name.rpartition("-")[0], problem=f"{path.name}: {reason}")
 
 
 def read_runs(store: Store) -> list[RunRecord]:
@@ -109,23 +97,29 @@ def read_runs(store: Store) -> list[RunRecord]:
 
 
 def matching_runs(store: Store, ref: str) -> list[RunRecord]:
-    """Return the run of this folder, else the runs with this name and then those of this recipe, the latest first.
+    """Return the run of this folder, else the runs with this name, else those of this recipe; the latest first.
 
     Raises:
         StoreError: no run matches.
     """
     runs = read_runs(store)
-    named = [run for run in runs if run.folder.name == ref] or [run for run in runs if run.name == ref]
-    others = [run for run in runs if run.config.name == ref and run not in named]
-    if named or others:
-        return named if named and named[0].folder.name == ref else named + others
+    for labels in ([r.folder.name for r in runs], [r.name for r in runs], [r.recipe for r in runs]):
+        if ref in labels:
+            return [run for run, label in zip(runs, labels, strict=True) if label == ref]
     names = [*dict.fromkeys(run.name for run in runs)]
     near = difflib.get_close_matches(ref, names, n=5, cutoff=0.4) or names[:5]
     raise StoreError(
-        f"no run {ref!r} in {store.root / 'runs'}",
-        expected=one_of(ref, near) if near else "a run; none exists yet",
-        do="list them: whorl runs" if near else "start one: whorl run quickstart",
-    )
+        f"no run {ref!r} in {store.root / 'runs'}", expected=one_of(ref, near),
+        do="`whorl runs` lists all; `whorl run quickstart` starts one",
+    )  # fmt: skip
+
+
+def with_others(store: Store, folder_name: str) -> list[RunRecord]:
+    """Return a run and the latest others of its recipe; none without others."""
+    runs = [run for run in read_runs(store) if not run.problem]
+    own = [run for run in runs if run.folder.name == folder_name]
+    others = [run for run in runs if own and run.recipe == own[0].recipe and run not in own]
+    return [*own, *others][:MAX_COMPARED] if others else []
 
 
 def run_labels(runs: Sequence[RunRecord]) -> list[str]:
@@ -135,9 +129,9 @@ def run_labels(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def compare_runs(runs: Sequence[RunRecord]) -> list[Table]:
-    """Return tables with the settings that differ, and with the figures side by side."""
-    settings = [dict(_flat(run.config.steps)) for run in runs]
-    shared = set.intersection(*({*run.config.steps} for run in runs))
+    """Return tables with the settings that differ, and with the figures side by side; none without runs."""
+    settings = [dict(_flat(run.settings)) for run in runs]
+    shared = [step for step in (runs[0].settings if runs else ()) if all(step in r.settings for r in runs)]
     differ = [
         [key, *cells]
         for key in dict.fromkeys(key for each in settings for key in each)
@@ -152,17 +146,9 @@ def compare_runs(runs: Sequence[RunRecord]) -> list[Table]:
         figures.append([f"{step}: {label}", *(figure.get("value", EMPTY) for figure in found)])
     columns = [Column(name=""), *(Column(name=name, number=True) for name in run_labels(runs))]
     return [
-        Table(section=SECTION, title=title, at_end=True, columns=columns, rows=[[*row] for row in rows])
-        for title, rows in (("Settings that differ", differ), ("Figures", figures)) if rows
+        Table(section="Other runs of this recipe", title=title, at_end=True, columns=columns, rows=[[*r] for r in rows])
+        for title, rows in (("Settings that differ", differ), ("Figures", figures)) if rows and runs
     ]  # fmt: skip
-
-
-def other_runs(store: Store, folder_name: str) -> StepReport:
-    """Return the comparison of a run with the latest others of its recipe; empty without others."""
-    runs = [run for run in read_runs(store) if not run.problem]
-    own = [run for run in runs if run.folder.name == folder_name]
-    others = [run for run in runs if own and run.config.name == own[0].config.name and run != own[0]]
-    return StepReport(blocks=[*compare_runs([*own, *others][:MAX_COMPARED])] if others else [])
 
 
 def remove_run(store: Store, run: RunRecord) -> None:
@@ -175,14 +161,11 @@ def remove_run(store: Store, run: RunRecord) -> None:
         raise StoreError(f"the run {run.folder.name} is active", do="stop it first, or wait for its end")
     others = [r for r in read_runs(store) if r.folder != run.folder and r.name == run.name]
     shared, names = {(n, s.address) for r in others for n, s in r.steps.items()}, store.names()
-    try:
-        for step, record in run.steps.items():
-            is_own = names.get(name := f"{run.name}/{step}") == record.address
-            if is_own and (step, record.address) not in shared:
-                store.remove_name(name)
-        shutil.rmtree(run.folder)
-    except OSError as error:
-        raise store.wrap_os_error(error) from error
+    for step, record in run.steps.items():
+        is_own = names.get(name := f"{run.name}/{step}") == record.address
+        if is_own and (step, record.address) not in shared:
+            store.remove_name(name)
+    store.delete(run.folder)
 
 
 def _flat(table: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:

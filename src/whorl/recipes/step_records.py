@@ -71,7 +71,7 @@ class StepRecords:
 def run_config(recipe: Recipe) -> dict[str, Any]:
     """Return the contents of `config.json`: name and seeds of the run, what options changed, and the resolved recipe."""
     seeds = sorted({*training_seeds(recipe).values()})
-    return {"run": recipe.run_name, "seeds": seeds, "changed": dict(recipe.changed), **recipe.to_json()}
+    return {"run": recipe.run_name, "seeds": seeds, "changed": recipe.changed, **recipe.to_json()}
 
 
 def read_step_records(folder: Path) -> dict[str, dict[str, Any]]:

@@ -73,7 +73,7 @@ def figures_over_seeds(runs: Sequence[Mapping[str, Artifact]]) -> list[list[str]
     rows = []
     for name, figures in found.items():
         mean = mean_interval([figure["number"] for figure in figures])
-        unit = (NBSP + figures[0]["value"].partition(NBSP)[2]).rstrip()
+        unit = "".join(figures[0]["value"].replace(NBSP, " ").partition(" ")[1:]).rstrip()
         cells = [format_number(value, 4) + unit for value in (mean.mean, mean.low, mean.high)]
         rows.append([name, str(mean.n), cells[0], f"{cells[1]} to {cells[2]}" if mean.n > 1 else EMPTY])
     return rows

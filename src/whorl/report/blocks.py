@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from whorl.errors import CorruptArtifactError
-from whorl.report.format import NBSP
 
 REPORT_FILE = "report.json"
 EMPTY = "–"
@@ -241,12 +240,6 @@ class StepReport(BaseModel):
         """Write `report.json`, unless there is nothing to report or the step has written it itself."""
         if (self.cards or self.blocks) and not (folder / REPORT_FILE).exists():
             (folder / REPORT_FILE).write_text(self.model_dump_json(exclude_defaults=False) + "\n")
-
-    def figures(self) -> dict[str, dict[str, Any]]:
-        """Return label -> {"value": as shown, "number"} of the cards, for the manifest."""
-        return {
-            c.label: {"value": f"{c.value}{NBSP}{c.unit}".strip(), "number": c.number} for c in self.cards
-        }
 
     @classmethod
     def read(cls, path: Path) -> StepReport:

@@ -108,12 +108,11 @@ def is_locked(path: Path) -> bool:
     """Return whether a process holds the lock on a path; False if the folder is not writable."""
     lock = FileLock(path)
     try:
-        if path.exists() and not lock.acquire():
-            return True
+        is_free = not path.exists() or lock.acquire()
     except OSError:
-        return False
+        is_free = True
     lock.release()
-    return False
+    return not is_free
 
 
 class ObjectStore(Protocol):

@@ -99,7 +99,7 @@ class Store:
         if self.remote is not None:
             self.remote.remove(f"names/{name}")
         else:
-            (self.root / "names" / name).unlink(missing_ok=True)
+            self.delete(self.root / "names" / name)
 
     def make_folders(self) -> None:
         """Create the store's folders. Raises StoreError if that fails."""
@@ -277,8 +277,22 @@ class Store:
                     items.append(Garbage(folder, f"{kind} of {folder.name[:8]}", _disk_bytes(folder)))
         if not dry_run:
             for garbage in items:
-                self._delete(garbage.path)
+                self.delete(garbage.path)
         return items
+
+    def delete(self, folder: Path) -> None:
+        """Remove a folder or file of the store: one rename hides it, then its files are deleted."""
+        try:
+            if folder.parent.name == "artifacts":
+                if self.remote is not None:
+                    self.remote.delete(folder.name)
+                (self.root / "verified" / f"{folder.name}.json").unlink(missing_ok=True)
+                if not folder.exists():
+                    return
+                folder = folder.rename(self.root / "quarantine" / f"deleted-{folder.name}-{time.time_ns()}")
+            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+        except OSError as error:
+            raise self.wrap_os_error(error) from error
 
     def quarantine(self, address: str) -> Path:
         """Move a damaged artifact into `quarantine/` and return its new path. The caller must hold its lock."""
@@ -356,8 +370,7 @@ class Store:
         found = set()
         for path in (self.root / "runs").glob("*/steps.json"):
             try:
-                records = json.loads(path.read_bytes()).values()
-                found |= {record["address"] for record in records if "address" in record}
+                found |= {step.get("address", "") for step in json.loads(path.read_bytes()).values()}
             except FileNotFoundError:  # the run was removed just now
                 continue
             except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -366,20 +379,6 @@ class Store:
                     do=f"restore the file, or remove the run: whorl runs --remove {path.parent.name}",
                 ) from error
         return found
-
-    def _delete(self, folder: Path) -> None:
-        """Remove a folder: one rename hides it, then its files are deleted."""
-        try:
-            if folder.parent.name == "artifacts":
-                if self.remote is not None:
-                    self.remote.delete(folder.name)
-                (self.root / "verified" / f"{folder.name}.json").unlink(missing_ok=True)
-                if not folder.exists():
-                    return
-                folder = folder.rename(self.root / "quarantine" / f"deleted-{folder.name}-{time.time_ns()}")
-            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
-        except OSError as error:
-            raise self.wrap_os_error(error) from error
 
 
 def _disk_bytes(path: Path) -> int:

@@ -47,7 +47,7 @@ def report(
     steps = read_step_records(record.folder)
     made = {name: opened.find(entry["address"]) for name, entry in steps.items() if "address" in entry}
     # The parents of the recipe's step `report` are the content of the page; without that step it is the whole run.
-    recipe = record.config.steps
+    recipe = record.settings
     parents = next((step["parents"] for step in recipe.values() if step.get("uses") == "report"), None)
     shown = [*parents.values()] if parents is not None else [*recipe]
     artifacts = [one for name in shown if (one := made.get(name)) is not None and one.kind != "report"]

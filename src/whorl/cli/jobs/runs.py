@@ -14,7 +14,7 @@ def runs(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN]...", help="Runs to compare; of one name, or of a recipe: all its runs."
+            metavar="[RUN]...", help="Runs to compare; one is compared with the latest others of its recipe."
         ),
     ] = None,
     page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the comparison as a page.")] = None,
@@ -42,24 +42,21 @@ def runs(
     from whorl.tracking.progress import format_duration
 
     opened = Store(store)
-    matches = {name: records.matching_runs(opened, name) for name in names or ()}
-    if (remove or page is not None) and not matches:
-        option = "--remove" if remove else "--page"
-        raise ConfigError(f"{option} needs the name of a run", do="list them: whorl runs")
+    found = {name: records.matching_runs(opened, name) for name in names or ()}
+    if (remove or page is not None) and not found:
+        raise ConfigError("--remove and --page need the name of a run", do="list them: whorl runs")
     if remove:
-        exact = {n: [r for r in found if n in (r.folder.name, r.name)] for n, found in matches.items()}
-        for name, found in exact.items():
-            if len(found) != 1:
-                folders = ", ".join(run.folder.name for run in matches[name])
-                raise StoreError(f"--remove {name}: not one run", expected=f"one of: {folders}")
-        for run in {found[0].folder: found[0] for found in exact.values()}.values():
+        for name, matches in found.items():
+            if len(matches) > 1:
+                folders = ", ".join(run.folder.name for run in matches)
+                raise StoreError(f"--remove {name}: several runs", expected=f"one of: {folders}")
+        for run in {run.folder: run for (run,) in found.values()}.values():
             records.remove_run(opened, run)
             print(f"removed {run.folder.name}; `whorl gc` lists the artifacts that only it has referred to")
-        return
-    if matches:
-        shown = [found[0] for found in matches.values()]
+    elif found:
+        shown = [matches[0] for matches in found.values()]
         tables = records.compare_runs(
-            shown if shown[1:] else matches[(names or [])[0]][: records.MAX_COMPARED]
+            (shown[1:] and shown) or records.with_others(opened, shown[0].folder.name) or shown
         )
         for table in tables:
             heads = [table.title, *(column.name for column in table.columns[1:])]
@@ -68,19 +65,17 @@ def runs(
         if page is not None:
             render(ReportData(title="Runs", reports=[("", StepReport(blocks=[*tables]))]), page)
             print(f"wrote {page}: open it in a browser")
-        return
-    listed = records.read_runs(opened)
-    rows = [
-        [
-            label, run.config.name, format_time(run.when), run.state, ", ".join(map(str, run.config.seeds)),
-            format_duration(run.seconds),
-            shorten(", ".join(f"{key}={value}" for key, value in run.config.changed.items()), records.MAX_CELL),
-            "; ".join(f"{name} {value}" for name, value in run.results.items()),
-        ]
-        for label, run in zip(records.run_labels(listed), listed, strict=True)
-    ]  # fmt: skip
-    if rows:
+    elif listed := records.read_runs(opened):
         heads = ["run", "recipe", "when", "state", "seed", "time", "changed", "figures"]
+        rows = [
+            [
+                label, run.recipe, format_time(run.when), run.state, ", ".join(map(str, run.seeds)),
+                format_duration(run.seconds),
+                shorten(", ".join(option.removeprefix("--set ") for option in run.changed), records.MAX_CELL),
+                "; ".join(f"{name} {value}" for name, value in run.results.items()),
+            ]
+            for label, run in zip(records.run_labels(listed), listed, strict=True)
+        ]  # fmt: skip
         print_table(heads, rows, left=[head for head in heads if head != "time"])
     else:
         print(f"the store {opened.location} has no runs; start one with `whorl run quickstart`")

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import ANY_PARENTS, StepContext, step
 from whorl.recipes.run_page import next_commands, with_ancestors
-from whorl.recipes.runs import other_runs
+from whorl.recipes.runs import compare_runs, with_others
 from whorl.recipes.step_records import LEFT_OUT, read_step_records, steps_in_state
 from whorl.report import ReportData, render
 from whorl.report.blocks import REPORT_FILE, StepReport
@@ -81,7 +81,7 @@ def report_data(
             for artifact in made
             if REPORT_FILE in artifact.files
         ]
-        + [("", other_runs(store, run))],
+        + [("", StepReport(blocks=[*compare_runs(with_others(store, run))]))],
         "missing": [*missing],
         "left_out": dict(left_out or {}),
         "failed": dict(failed or {}),
