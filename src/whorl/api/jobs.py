@@ -29,6 +29,7 @@ def run(
     recipe: str | Path,
     *,
     budget: str | None = None,
+    model: str = "",
     until: str | None = None,
     store: str | None = None,
     deterministic: bool = False,
@@ -40,6 +41,7 @@ def run(
     Args:
         recipe: a ready recipe (`whorl recipes`) or a TOML file.
         budget: cost of training: a time ("90s", "5m") or an amount of work ("1e15flops").
+        model: to start from, in place of the one that the recipe would train: an artifact or a folder.
         until: only this step and what it needs.
         settings: fields by step: `pretrain={"seed": 1}, plan={"optim.lr_muon": 0.02}`.
         quiet: no progress bars.
@@ -59,7 +61,7 @@ def run(
     place = store and as_path("store", store)
     if not isinstance(until, str | None):
         raise invalid("until", until, "the name of a step")
-    loaded = load_recipe(name, sets=sets, budget=budget, deterministic=deterministic)
+    loaded = load_recipe(name, sets=sets, budget=budget, deterministic=deterministic, model=model)
     return run_recipe(loaded, Store(place), Progress.silent() if quiet else Progress(), until=until)
 
 

@@ -9,7 +9,7 @@ from whorl.errors import ConfigError, one_of
 from whorl.machine.kernel_choice import force_choices
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext
-from whorl.recipes.runner import run_recipe
+from whorl.recipes.runner import open_given, run_recipe
 from whorl.store import Store
 from whorl.tracking.progress import Progress
 
@@ -54,7 +54,9 @@ def profile_recipe(
         trace: path of the trace; default: in the run folder.
     """
     training = find_training_step(recipe, step)
-    result = run_recipe(recipe, store, progress, until=training.parents.values())
+    result = run_recipe(
+        recipe, store, progress, until=[p for p in training.parents.values() if p in recipe.steps]
+    )
     from whorl.recipes.steps.pretrain.pretrain import PretrainConfig, build_job
     from whorl.train.profiling.profiler import profile
 
@@ -64,7 +66,8 @@ def profile_recipe(
         else training.config
     )
     assert isinstance(config, PretrainConfig)
-    parents = {role: result.artifacts[name] for role, name in training.parents.items()}
+    found = {**open_given(recipe, store), **result.artifacts}
+    parents = {role: found[name] for role, name in training.parents.items()}
     folder = result.run.dir
     job = build_job(StepContext(training.name, folder, folder, parents, result.run, progress, store), config)
     if compiled is not None:

@@ -9,6 +9,9 @@
     [steps.curate]
     parents = ["ingest"]            # by kind; or by role: parents = {documents = "ingest"}
 
+    [steps.sft]
+    from = "quickstart/pretrain"    # a model that exists (`given_models.py`)
+
 A mistake raises ConfigError with file, line, the value found and the value expected. For an unknown key or step the error
 gives the nearest known one. Parents, cycles and values are checked too.
 `--set step.field=value` replaces one value and is checked in the same way. A table [kernels], or `--set kernels.NAME=WAY`,
@@ -31,6 +34,7 @@ from whorl.errors import DOCS_URL, ConfigError, one_of, shorten
 from whorl.machine.budget import budget_ratio, shrink_sizes
 from whorl.machine.kernel_choice import check_forced
 from whorl.recipes.config_errors import parse_flag_value, validated_config
+from whorl.recipes.given_models import FROM, check_given, give_model, import_folders, model_role
 from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
 from whorl.recipes.toml_lines import key_lines, line_of, read_recipe_text
 from whorl.registry import code_named_in, permit_code
@@ -85,6 +89,16 @@ class Recipe:
         """Permit the data of this run to name the code that the recipe names."""
         permit_code(*self.code)
 
+    @property
+    def given(self) -> dict[str, str]:
+        """Parents that no step makes: reference -> kind of artifact that is needed."""
+        return {
+            ref: step.kind.parent_roles()[role][0]
+            for step in self.steps.values()
+            for role, ref in step.parents.items()
+            if ref not in self.steps and role in step.kind.parent_roles()
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Return the resolved recipe with every value, defaults included."""
         steps = {
@@ -106,7 +120,7 @@ class Recipe:
         while pending:
             step = pending.pop()
             needed.add(step)
-            pending += self.steps[step].parents.values()
+            pending += [parent for parent in self.steps[step].parents.values() if parent in self.steps]
         kept = {key: step for key, step in self.steps.items() if key in needed}
         return replace(self, steps=kept)
 
@@ -122,11 +136,16 @@ class Recipe:
 
 
 def load_recipe(
-    name: str, *, sets: Iterable[str] = (), budget: str | None = None, deterministic: bool = False
+    name: str,
+    *,
+    sets: Iterable[str] = (),
+    budget: str | None = None,
+    deterministic: bool = False,
+    model: str = "",
 ) -> Recipe:
-    """Read and validate a recipe with `--set`, `--budget` and `--deterministic` applied. Raises ConfigError."""
+    """Read and validate a recipe with `--from`, `--set`, `--budget` and `--deterministic` applied. Raises ConfigError."""
     text, source_name = read_recipe_text(name)
-    return parse_recipe(text, source_name, sets=sets, budget=budget, deterministic=deterministic)
+    return parse_recipe(text, source_name, sets=sets, budget=budget, deterministic=deterministic, model=model)
 
 
 def parse_recipe(
@@ -136,9 +155,13 @@ def parse_recipe(
     sets: Iterable[str] = (),
     budget: str | None = None,
     deterministic: bool = False,
+    model: str = "",
     kinds: Mapping[str, StepKind] | None = None,
 ) -> Recipe:
-    """Validate the text of a recipe; `source_name` is the file name in error messages. Raises ConfigError."""
+    """Validate the text of a recipe; `source_name` is the file name in error messages. Raises ConfigError.
+
+    model: to start from (`given_models.py`).
+    """
     try:
         data = tomllib.loads(text.removeprefix("\ufeff"))  # a byte-order mark
     except tomllib.TOMLDecodeError as error:
@@ -146,7 +169,7 @@ def parse_recipe(
             f"{source_name}: not TOML: {error}", expected=f"a recipe in TOML; see {DOCS_URL}/recipes.md"
         ) from error
     parser = _RecipeParser(text, source_name, kinds if kinds is not None else step_kinds())
-    return parser.parse(data, sets, budget, deterministic)
+    return parser.parse(data, sets, budget, deterministic, model)
 
 
 class _RecipeParser:
@@ -164,7 +187,7 @@ class _RecipeParser:
         return f"{self.source_name}:{line_of(self.lines, *path)}"
 
     def parse(
-        self, data: dict[str, Any], sets: Iterable[str], budget: str | None, deterministic: bool = False
+        self, data: dict[str, Any], sets: Iterable[str], budget: str | None, deterministic: bool, model: str
     ) -> Recipe:
         for key in data:
             if key not in (keys := ("name", "about", "steps", "log", "kernels", "code")):
@@ -180,6 +203,9 @@ class _RecipeParser:
                 f"{self.location('name')}: the recipe cannot be called {shorten(repr(name))}",
                 expected="letters, digits, _ and -, at most 100",
             )
+        if model:
+            give_model(tables, {step: self.kind_of(step, table) for step, table in tables.items()}, model)
+        tables = import_folders(tables)
         kinds = {step: self.kind_of(step, table) for step, table in tables.items()}
         shrunk_sizes: dict[str, float] = {}
         if budget is not None:
@@ -207,7 +233,9 @@ class _RecipeParser:
             step: RecipeStep(
                 step, kinds[step], parents[step], self.config_of(step, tables[step], kinds[step])
             )
-            for step in self.topological_order(parents)
+            for step in self.topological_order(
+                {step: {r: p for r, p in own.items() if p in tables} for step, own in parents.items()}
+            )
         }
         log = data.get("log", {})
         if not isinstance(log, dict) or not all(isinstance(table, dict) for table in log.values()):
@@ -275,6 +303,10 @@ class _RecipeParser:
                     f"{location}: {step} has no parent role {role!r}", expected=one_of(role, list(roles))
                 )
             found[role if role is not None else fitting[0]] = parent
+        if FROM in tables[step]:
+            found[model_role(kind)] = check_given(
+                tables[step][FROM], self.location("steps", step, FROM), kind
+            )
         for role, (wanted, optional) in roles.items():
             if role not in found and not optional:
                 makers = [other for other in tables if kinds[other].output_kind == wanted]
@@ -318,7 +350,7 @@ class _RecipeParser:
         return list(done)
 
     def config_of(self, step: str, table: dict[str, Any], kind: StepKind) -> BaseModel:
-        values = {key: value for key, value in table.items() if key not in ("uses", "parents")}
+        values = {key: value for key, value in table.items() if key not in ("uses", "parents", FROM)}
         flags = [flag for key, flag in self.flag_of_key.items() if key[:2] == ("steps", step)]
         return validated_config(
             kind.config, step, values, lambda *path: self.location("steps", step, *path), flags

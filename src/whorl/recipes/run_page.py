@@ -37,7 +37,8 @@ def next_commands(artifacts: Iterable[Artifact]) -> list[str]:
     last = models[-1]
     writer = next((model for model in models if model.address in evaluated), last)
     sampled = dict.fromkeys(
-        f"whorl sample {m.name} {_shell_quote(_prompt(m, found))}" for m in (writer, last)
+        f"whorl sample {m.name} {_shell_quote(_prompt(m, found))}{' --chat' * ('chat_template.jinja' in m.files)}"
+        for m in (writer, last)
     )
     return [*sampled, f"whorl serve {writer.name}"]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from whorl.errors import NotApplicableError, StoreError, WhorlError
+from whorl.errors import ConfigError, NotApplicableError, StoreError, WhorlError
 from whorl.machine.device_probe import restore_threads, usable_cores
 from whorl.machine.kernel_choice import force_choices, recorded_choices
 from whorl.plan.forecast import RunInputs, forecast
@@ -89,6 +89,7 @@ def run_recipe(
         steps = "1 step" if len(selected.steps) == 1 else f"{len(selected.steps)} steps"
         progress.log(f"{recipe.run_name}: {steps}; store {store.location}; run {run.dir}")
         artifacts, states = dict(existing or {}), set[str]()
+        given = {**artifacts, **open_given(selected, store, artifacts)}
         if selected.shrunk:
             sizes = ", ".join(f"{name} = {value:g}" for name, value in selected.shrunk.items())
             progress.log(f"    smaller, as the budget: {sizes}")
@@ -99,7 +100,9 @@ def run_recipe(
             label = f"[{number}/{len(selected.steps)}] {step.name}"
             started = time.monotonic()
             try:
-                artifact, state = _run_step(selected, step, artifacts, store, run, progress, label)
+                artifact, state = _run_step(
+                    selected, step, {**given, **artifacts}, store, run, progress, label
+                )
             except NotApplicableError as error:
                 without = [step.name, *selected.dependants(step.name)]
                 left_out.update(without)
@@ -134,6 +137,24 @@ def run_recipe(
         if is_refused:  # a refused setting is no run
             shutil.rmtree(run.dir, ignore_errors=True)
     return RunResult(run, artifacts, time.monotonic() - start)
+
+
+def open_given(recipe: Recipe, store: Store, existing: Collection[str] = ()) -> dict[str, Artifact]:
+    """Return the artifacts that a recipe is given (`given_models.py`), by reference.
+
+    Raises:
+        StoreError: one does not exist. ConfigError: it is of another kind.
+    """
+    found = {}
+    for ref, kind in recipe.given.items():
+        if ref in existing:
+            continue
+        found[ref] = artifact = store.open(ref)
+        if artifact.kind != kind:
+            raise ConfigError(
+                f"{ref} is an artifact of the kind {artifact.kind}", expected=f"one of the kind {kind}"
+            )
+    return found
 
 
 def _forecast(

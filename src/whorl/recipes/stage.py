@@ -113,12 +113,12 @@ def train_stage(
 
 
 def load_sft_examples(
-    ctx: StepContext, encoder: TokenEncoder, max_length: int
+    ctx: StepContext, encoder: TokenEncoder, max_length: int, split: str = "train"
 ) -> tuple[list[TokenizedExample], LengthFilter]:
     """Tokenize the solutions and conversations of the parent `tasks`; also return the filter with its counts.
 
     Raises:
-        DataError: the parent has neither solutions nor conversations.
+        DataError: the parent has neither solutions nor conversations to train on.
     """
     from whorl.align.data.dataset_files import read_conversations
     from whorl.align.stage.io import read_prompt_completions
@@ -130,10 +130,10 @@ def load_sft_examples(
         max_length, f"longer than {max_length - 1:,} ids without the last ({ctx.name}.data.seq_len)"
     )
     pairs, conversations = (
-        read_prompt_completions(tasks.path, "train"),
-        read_conversations(tasks.path, "train"),
+        read_prompt_completions(tasks.path, split),
+        read_conversations(tasks.path, split),
     )
-    if not pairs and not conversations:
+    if not pairs and not conversations and split == "train":
         raise DataError(
             f"{tasks.name} has tasks but no solutions to train on",
             expected='pairs or conversations (source = "files": shape = "pairs")',
@@ -144,7 +144,7 @@ def load_sft_examples(
     examples += length_filter.tokenize(
         conversations, lambda c: encoder.conversation(c.messages, c.tools, c.chat_template_kwargs)
     )
-    if length_filter.summary:
+    if length_filter.summary and split == "train":
         ctx.progress.log(f"    {length_filter.summary}")
     return examples, length_filter
 
@@ -190,11 +190,16 @@ class Likelihood:
 
 def held_out_likelihood(ctx: StepContext, model: LanguageModel, encoder: TokenEncoder) -> Likelihood | None:
     """Return the likelihood of held-out pretraining text, or None without a parent `tokens`."""
-    if "tokens" not in ctx.parents:
+    return token_set_likelihood(open_token_set(ctx), model, encoder) if "tokens" in ctx.parents else None
+
+
+def token_set_likelihood(tokens: TokenSet, model: LanguageModel, encoder: TokenEncoder) -> Likelihood | None:
+    """Return the likelihood of the start of a token set's test split, or None without one."""
+    if "test" not in tokens.splits or not tokens.split("test").n_documents:
         return None
     from whorl.evals.likelihood import bits_per_byte, document_nats, perplexity
 
-    split, chosen, n_bytes = open_token_set(ctx).split("test"), [], 0
+    split, chosen, n_bytes = tokens.split("test"), [], 0
     for ids in split.iter_documents():
         chosen.append(ids)
         n_bytes += len(encoder.tokenizer.decode(ids[1:-1]))
@@ -220,10 +225,11 @@ def open_token_set(ctx: StepContext) -> TokenSet:
 
     tokens, model = ctx.parents["tokens"], ctx.parents["model"]
     tokens.check()
-    encoder = ctx.store.find(tokens.parents.get("tokenizer", ""))
+    encoder = ctx.store.find(tokens.parents.get("tokenizer") or tokens.parents.get("model", ""))
     if encoder is not None and (model.path / "tokenizer.json").is_file():
-        names = model.name, tokens.name
-        check_same_vocabulary(load_tokenizer(model.path), load_tokenizer(encoder.path), names=names)
+        names, own, others = (model.name, tokens.name), *map(load_tokenizer, (model.path, encoder.path))
+        if own.token_bytes[: others.vocab_size] != others.token_bytes:  # a chat format adds tokens at the end
+            check_same_vocabulary(own, others, names=names)
     return TokenSet(tokens.path)
 
 

@@ -192,10 +192,10 @@ class Sample(_Block):
 
 
 class Answer(_Record):
-    """An answer to a task with its verdict."""
+    """An answer to a task with its verdict; None: it has none."""
 
     text: str
-    passed: bool
+    passed: bool | None
     reward: Finite = 0.0
     reason: str = ""
 

@@ -189,12 +189,15 @@ def _split_lines(text: str) -> list[str]:
 
 
 def _side(when: str, answer: Answer) -> dict[str, str]:
-    verdict = f"{when}: {'passed' if answer.passed else 'not passed'}"
-    if answer.reward != float(answer.passed):
+    kind, sign, words = {
+        True: ("passed", "✓", ": passed"), False: ("failed", "✗", ": not passed"), None: ("plain", "", ""),
+    }[answer.passed]  # fmt: skip
+    verdict = f"{when}{words}"
+    if answer.passed is not None and answer.reward != float(answer.passed):
         verdict += f", reward {format_number(answer.reward)}"
     return {
-        "kind": "passed" if answer.passed else "failed",
-        "sign": "✓" if answer.passed else "✗",
+        "kind": kind,
+        "sign": sign,
         "verdict": verdict,
         "reason": answer.reason if answer.reason != "passed" else "",
         "text": answer.text.strip("\n"),

@@ -63,6 +63,7 @@ def stage_report(
     found: dict[str, Cell] = {
         "Accuracy, sampled": _percent_change(measured, "accuracy"),
         "Accuracy, greedy": _percent_change(measured, "accuracy_greedy"),
+        "Held-out loss": _change({when: found.get("held_out_nll") for when, found in measured.items()}, 3),
         "Bits per byte, test start": _change(summary.get("bits_per_byte", {}), 3),
         "Perplexity, test start": _change(summary.get("perplexity", {}), 2),
     }
@@ -141,9 +142,14 @@ def stage_curves(name: str, curve: Sequence[Mapping[str, Any]], loss: tuple[str,
     if not (passed := points("accuracy")):
         if losses := points(loss[0]):
             note = f"{loss[1]}: every step, and smoothed."
-            yield smoothed_curve(
+            drawn = smoothed_curve(
                 f"{name}: loss", note, "loss", losses, section=SECTION, x_range=x_range, height=150
             )
+            if held_out := points("held_out_nll"):
+                drawn = drawn.model_copy(
+                    update={"lines": [*drawn.lines, _line("held-out", held_out, "second")]}
+                )
+            yield drawn
         return
     yield smoothed_curve(
         f"{name}: accuracy", "Completions sampled in a step, on training tasks: every step, and smoothed.", "accuracy",
@@ -200,9 +206,13 @@ def _answers(
 ) -> Iterator[Answers]:
     """Yield the answers of the first tasks; the first block has the heading."""
     before, after = samples["before"], samples["after"]
-    note = f"The same held-out tasks, with sampled answers. Of the first {len(before)}"
-    note += f"{f' of {n_tasks:,}' if n_tasks else ''}, {sum(a['passed'] for a in before)} passed before and "
-    note += f"{sum(a['passed'] for a in after)} after."
+    note = "The same held-out prompts, with greedy answers."
+    if all(a["passed"] is not None for a in before):
+        note = f"The same held-out tasks, with sampled answers. Of the first {len(before)}"
+        note += (
+            f"{f' of {n_tasks:,}' if n_tasks else ''}, {sum(a['passed'] for a in before)} passed before and "
+        )
+        note += f"{sum(a['passed'] for a in after)} after."
     for i, (one, other) in enumerate(zip(before, after, strict=True)):
         yield Answers(
             section=SECTION, title=f"Before and after {name}" if i == 0 else "", note=note if i == 0 else "",

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import DataError, one_of
-from whorl.tokens.tokenizer import Ids, Tokenizer
+from whorl.tokens.hf_tokenizer import AnyTokenizer, HFTokenizer
+from whorl.tokens.tokenizer import Ids
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -53,6 +54,27 @@ class TokensConfig(BaseModel):
     splits: list[str] = Field(default=["train", "validation", "test"], min_length=1)
 
 
+class DocumentEncoder:
+    """Encodes documents with a tokenizer of `transformers`, and frames them: where it has no bos, with its end id.
+
+    Raises:
+        DataError: the tokenizer has no token that ends a text.
+    """
+
+    def __init__(self, tokenizer: HFTokenizer) -> None:
+        if not tokenizer.end_ids:
+            raise DataError("the tokenizer has no end-of-text token", do="start from another model")
+        self._tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
+        self.eos_id = self.pad_id = tokenizer.end_ids[0] if tokenizer.eos_id is None else tokenizer.eos_id
+        self.bos_id = self.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        self.dtype: Any = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        """Return the ids of each text, without its frame."""
+        found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [np.asarray(ids, self.dtype) for ids in found]
+
+
 class TokenProvenance(NamedTuple):
     """Origin of a token: the record at byte `offset` of `path`, `text_offset` bytes into its text."""
 
@@ -65,7 +87,7 @@ class TokenProvenance(NamedTuple):
 
 def write_shards(
     documents: Iterable[Document],
-    tokenizer: Tokenizer,
+    tokenizer: AnyTokenizer,
     out: Path,
     split: str,
     config: TokensConfig | None = None,
@@ -84,11 +106,12 @@ def write_shards(
 
     config = config or TokensConfig()
     total = total_bytes / 1e6 if total_bytes else None
-    writer = ShardWriter(out, split, tokenizer, config.shard_tokens)
+    encoder = DocumentEncoder(tokenizer) if isinstance(tokenizer, HFTokenizer) else tokenizer
+    writer = ShardWriter(out, split, encoder, config.shard_tokens)
     with writer, (progress or Progress.silent()).task(f"Encoding {split}", total, "MB") as task:
         for group in _group_documents(documents):
             done = writer.n_bytes
-            encoded = tokenizer.encode_batch([document.text for document in group])
+            encoded = encoder.encode_batch([document.text for document in group])
             for document, ids in zip(group, encoded, strict=True):
                 size = len(document.text.encode())
                 writer.add(ids, size, document.id, document.source, document.path, document.offset)
@@ -220,7 +243,7 @@ class TokenSet:
         return self._opened_splits[name]
 
     def trace(
-        self, position: int, split: str = "train", tokenizer: Tokenizer | None = None
+        self, position: int, split: str = "train", tokenizer: AnyTokenizer | None = None
     ) -> TokenProvenance:
         """Return the document, and the offset in it, of the id at `position` of a split's stream.
 

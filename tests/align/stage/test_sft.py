@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 from tests.support.align.byte_model import network, sums, tokenizer
 from tests.support.align.kill_at_step import History, check_replicas, check_resume, kill_replicas_at
-from tests.support.align.stage_inputs import MOE, SFT, train_sft, write_replay_tokens
+from tests.support.align.stage_inputs import MOE, PAD, SFT, train_sft, write_replay_tokens
 from tests.support.configs import nested, updated
 
 from whorl.align.config import DistilConfig, LoRAConfig, MultiTokenConfig, SFTConfig
@@ -20,7 +23,7 @@ from whorl.align.model import policy_model
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage import task
 from whorl.align.stage.io import load_stage_model, save_stage_model
-from whorl.align.stage.sft import fine_tune
+from whorl.align.stage.sft import PATIENCE, SFTTask, fine_tune, sum_nll
 from whorl.errors import ConfigError, DataError
 from whorl.models import make_model
 from whorl.parallel import process_group
@@ -82,6 +85,28 @@ def test_own_objective_equals_usual_loss_of_packed_rows(monkeypatch: pytest.Monk
 
 def test_resume_with_adapter_gives_same_bits(tmp_path: Path) -> None:
     check_resume(partial(train_sft, changed(lora=LoRAConfig(rank=2), epochs=3)), tmp_path, kill=5)
+
+
+def test_training_stops_when_held_out_texts_get_worse(tmp_path: Path) -> None:
+    """Held-out texts contradict the training texts: weights of the lowest loss are kept, and resuming changes no bit."""
+    right = sums(60)
+    wrong = [replace(one, ids=np.where(one.loss_mask, one.ids[::-1], one.ids)) for one in right]
+    stopping = changed(epochs=30, batch_size=4)
+
+    def train(**options: Any) -> tuple[PolicyModel, History]:
+        options.setdefault("checkpoint_dir", tmp_path / "whole")
+        return train_sft(stopping, task_type=partial(SFTTask, held_out=wrong), **options)
+
+    net, seen = train()
+    planned = SFTTask(network(), right, stopping, PAD, None).steps
+    assert PATIENCE * planned // 10 <= len(seen) < planned
+    total, count = sum_nll(net, wrong, PAD)
+    last, _ = train_sft(changed(epochs=30 * len(seen) / planned, batch_size=4))
+    worse, _ = sum_nll(last, wrong, PAD)
+    assert total < worse, "the weights at the end are not those of the lowest held-out loss"
+    assert count == sum(one.loss_mask.sum() for one in wrong)
+    shutil.rmtree(tmp_path / "whole")
+    check_resume(train, tmp_path / "killed", kill=len(seen) - 1)
 
 
 def test_fine_tune_rejects_missing_data() -> None:

@@ -36,7 +36,9 @@ from whorl.align.model.shared_prefix import (
 from whorl.models import LanguageModel, make_model
 from whorl.models.lora import LoRA, LoRAFactors, init_lora, target_modules
 from whorl.nn.compiler import compiled
+from whorl.nn.gpu.dispatch import logits_step
 from whorl.objectives.log_probs import token_log_probs
+from whorl.objectives.next_token import next_token
 from whorl.tracking.seeds import generator
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import MicroBatch, ParamOptim
@@ -215,6 +217,22 @@ class PolicyModel(nn.Module):
             if output.value is not None:
                 scores["value"][row, column] = output.value
         return {name: t.to(batch["tokens"].device) for name, t in scores.items()}
+
+    @torch.no_grad()
+    def sum_nll(self, batch: MicroBatch) -> float:
+        """Return the summed loss in nats of all targets in the loss, over the whole vocabulary."""
+        rows, total = sort_by_length(batch), 0.0
+        for piece in map(
+            self.to_device, micro_batches(rows, max(1, SCORE_POSITIONS // rows["tokens"].shape[1]))
+        ):
+            hidden = self.target_hidden_states(piece)
+            targets = piece["targets"][piece["loss_mask"]]
+            loss = next_token(
+                hidden, self.model.head_weight, targets, torch.ones_like(targets, dtype=torch.bool),
+                softcap=self.model.logit_softcap, select_step=logits_step,
+            )  # fmt: skip
+            total += float(loss.metrics["nll"])
+        return total
 
     def adapter(self) -> LoRA:
         """Return the adapter with its current factors."""

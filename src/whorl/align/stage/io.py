@@ -78,19 +78,28 @@ def make_policy_model(
 
 
 def open_policy(
-    folder: Path, config: StageConfig, machine: Machine, **options: Any
+    folder: Path,
+    config: StageConfig,
+    machine: Machine,
+    *,
+    adapt: Callable[[LanguageModel], LanguageModel] = lambda model: model,
+    files: Path | None = None,
+    **options: Any,
 ) -> tuple[TokenEncoder, PolicyModel]:
     """Return the tokenizer and the model of a folder, as a stage on `machine` trains it.
 
-    options: of `make_policy_model`.
+    adapt: applied to the model; files: folder of another tokenizer than the model's own. options: of `make_policy_model`.
     """
     machine.apply()
-    tokenizer, model = TokenEncoder.load(folder), load_stage_model(folder, config, machine)
+    tokenizer, model = TokenEncoder.load(files or folder), adapt(load_stage_model(folder, config, machine))
     return tokenizer, make_policy_model(model, tokenizer, config, **options)
 
 
-def save_stage_model(network: PolicyModel, base: Path, out: Path) -> None:
-    """Write the folder of the trained model, with its adapter merged or next to the base model."""
+def save_stage_model(network: PolicyModel, base: Path, out: Path, files: Path | None = None) -> None:
+    """Write the folder of the trained model, with its adapter merged or next to the base model.
+
+    files: folder of another tokenizer than that of `base`.
+    """
     lora = network.lora
     network.requires_grad_(False)
     if lora is not None and lora.merge:
@@ -98,9 +107,14 @@ def save_stage_model(network: PolicyModel, base: Path, out: Path) -> None:
     save_model(network.model, out)
     if lora is not None and not lora.merge:
         save_lora(network.adapter(), out / ADAPTER, base=base.name)
+    copy_text_files(files or base, out)
+
+
+def copy_text_files(folder: Path, out: Path) -> None:
+    """Copy the tokenizer, the chat template and the ids that end a text from a model's folder into another."""
     for name in COPIED_FILES:
-        if (base / name).is_file() and not (out / name).exists():
-            shutil.copyfile(base / name, out / name)
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
 
 
 def read_tasks(folder: Path, split: str) -> list[VerifiableTask]:

@@ -10,6 +10,9 @@ the batch. Rows are packed, with a document mask between texts. A step equals on
 With `replay_fraction`, a share of each step's rows comes from pretraining data. It reduces forgetting. A large share
 mixes instructions into late pretraining.
 
+With `held_out` texts the loss on them is measured EVALUATIONS times. From the second epoch on the weights of the lowest one
+are kept, and training stops after PATIENCE evaluations without a new lowest (`train/metrics/validation.py`).
+
 With `batch_tokens` a step takes as many texts as the budget holds, and packs or pads them alone. The divisor is still
 the number of targets in the step.
 
@@ -23,7 +26,7 @@ Batches depend only on the configuration and the step number, so a resumed run e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +54,11 @@ from whorl.train.learner.learner import Learner
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
 from whorl.train.lm.objective import LMObjective
+from whorl.train.metrics.validation import BestWeights
 from whorl.train.trainer import Trainer
+
+EVALUATIONS = 10  # of the loss on held-out texts, in a run
+PATIENCE = 3
 
 
 def fine_tune(
@@ -65,7 +72,7 @@ def fine_tune(
     checkpoint_dir: Path | None = None,
     log: Log = lambda text: None,
     heartbeat_dir: Path | None = None,
-    task_type: type[SFTTask] | None = None,
+    task_type: Callable[..., SFTTask] | None = None,
 ) -> PolicyModel:
     """Train `network` on `examples` and return it; resumes from the newest checkpoint.
 
@@ -75,7 +82,8 @@ def fine_tune(
         callback: called after each step with nll (nats per trained token), loss_tokens, grad_norm, epoch and time/*.
         checkpoint_dir: folder of checkpoints; None keeps none.
         heartbeat_dir: where the heartbeat and stack traces of a stall are written; None for neither.
-        task_type: a stage with another objective on the same rows, such as `MultiTokenTask`; default: `SFTTask`.
+        task_type: a stage with another objective on the same rows, such as `MultiTokenTask`, or `SFTTask` with `held_out`
+            texts; default: `SFTTask` without.
 
     Raises:
         DataError: there are no examples, or replay is requested without a token set.
@@ -98,7 +106,10 @@ def fine_tune(
 
 
 class SFTTask(DatasetTask):
-    """Rows of each step, by step number; every epoch has its own order."""
+    """Rows of each step, by step number; every epoch has its own order.
+
+    held_out: texts whose loss decides which weights are kept.
+    """
 
     name = "sft"
     config: SFTConfig
@@ -110,8 +121,9 @@ class SFTTask(DatasetTask):
         config: SFTConfig,
         pad_id: int,
         replay: Path | None,
+        held_out: Sequence[TokenizedExample] = (),
     ) -> None:
-        self.replay_data, self.fingerprint = replay, dataset_fingerprint(texts)
+        self.held_out, self.replay_data, self.fingerprint = held_out, replay, dataset_fingerprint(texts)
         self.config, self.texts, self.pad_id, self.batch = config, texts, pad_id, dict[str, Tensor]()
         self.n_replay = n_replay = replay_rows(config)
         if config.data.batch_tokens is None:
@@ -133,12 +145,15 @@ class SFTTask(DatasetTask):
             network, config, steps=self.order.steps, rows=n_own + n_replay, row_length=width,
             positions=n_own * width + n_replay * config.data.seq_len,
         )  # fmt: skip
+        self.best, self.planned = BestWeights(), self.steps
+        self.evaluate_every = max(1, math.ceil(self.steps / EVALUATIONS))
         if config.objective == "next_token":
             self.uniform_loss = math.log(network.model.config.vocab_size)
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"stage": self.name, "config": self.settings(), "texts": self.fingerprint}
+        held_out = {"held_out": dataset_fingerprint(self.held_out)} if self.held_out else {}
+        return {"stage": self.name, "config": self.settings(), "texts": self.fingerprint, **held_out}
 
     def make_learner(self, trainer: Trainer[Sequence[MicroBatch]]) -> Learner:
         learner = super().make_learner(trainer)
@@ -159,8 +174,39 @@ class SFTTask(DatasetTask):
     _balanced_objective = objective  # which balances the experts itself
 
     def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
-        epoch = steps_done / self.steps * self.config.data.epochs
+        epoch = steps_done / self.planned * self.config.data.epochs
         return super().report(steps_done, {**metrics, "epoch": epoch}, clock)
+
+    def evaluate_at(self, steps_done: int) -> bool:
+        return bool(self.held_out) and (steps_done % self.evaluate_every == 0 or steps_done == self.steps)
+
+    def evaluate(self) -> dict[str, float]:
+        group = self.group
+        own = sum_nll(self.network, self.held_out[group.rank :: group.size], self.pad_id)
+        total, count = group.all_reduce_scalars(*own)
+        return {"held_out_nll": total / max(1.0, count)}
+
+    def keep_best(self, steps_done: int, metrics: dict[str, float]) -> dict[str, float]:
+        if steps_done * self.config.data.epochs < self.planned:
+            return metrics
+        loss, lowest = metrics["held_out_nll"], self.best.state.get("loss", math.inf)
+        waited = steps_done - self.best.state.get("step", steps_done)
+        if loss >= lowest and waited >= PATIENCE * self.evaluate_every and steps_done < self.steps:
+            self.steps = steps_done
+            message = f"the held-out loss has not fallen below {lowest:.3f} for {PATIENCE} evaluations"
+            self.trainer.report_event(
+                steps_done, {"kind": "early stop", "message": message, "action": "training ends here"}
+            )
+        if not self.best.follow(self.trainer, steps_done, loss):
+            return metrics
+        return {**self.evaluate(), "kept_step": float(self.best.state["step"])}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best.state, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        super().load_state_dict(state, tensors)
+        self.best, self.steps = BestWeights(state.get("best")), state.get("steps", self.steps)
 
     def batches_from(self, first: int) -> Iterator[list[MicroBatch]]:
         size, rank = self.group.size, self.group.rank
@@ -199,6 +245,14 @@ class SFTTask(DatasetTask):
             if self.config.data.packing
             else pad(texts, self.pad_id)
         )
+
+
+def sum_nll(network: PolicyModel, texts: Sequence[TokenizedExample], pad_id: int) -> tuple[float, float]:
+    """Return the summed loss in nats of the targets of some texts, and their number."""
+    if not texts:
+        return 0.0, 0.0
+    rows = pad(texts, pad_id)
+    return network.sum_nll(rows), float(rows["loss_mask"].sum())
 
 
 def replay_rows(config: SFTConfig) -> int:

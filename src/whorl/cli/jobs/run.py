@@ -28,6 +28,15 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="STEP.FIELD=VALUE", help="Replace one value; may be repeated."),
     ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="MODEL",
+            help="Start from this model in place of the one that the recipe would train: an artifact, or a folder in the "
+            "format of transformers.",
+        ),
+    ] = "",
     until: Annotated[
         str | None, typer.Option(metavar="STEP", help="Only this step and its ancestors.")
     ] = None,
@@ -76,6 +85,8 @@ def run(
 
         whorl run quickstart --name small --set plan.budget=2m --seeds 5
 
+        whorl run chat --from quickstart/pretrain --set data.path=talks.jsonl
+
         whorl run my.toml --until tokens --store s3://bucket/whorl
     """
     from whorl.machine.malloc import request_huge_pages
@@ -89,7 +100,7 @@ def run(
     from whorl.tracking.progress import Progress, format_duration
     from whorl.tracking.sinks import Sink, parse_loggers
 
-    load = partial(load_recipe, recipe, budget=budget, deterministic=deterministic)
+    load = partial(load_recipe, recipe, budget=budget, deterministic=deterministic, model=model)
     loaded = load(sets=sets or ())
     recipes = [loaded if name is None else loaded.named(name)]
     if seeds is not None:

@@ -33,6 +33,9 @@ def sample(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The text is a user's message, to be answered.")
+    ] = False,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Masked diffusion: passes of a block; default: one per token.")
     ] = None,
@@ -44,13 +47,15 @@ def sample(
     ] = "",
     store: StoreOption = None,
 ) -> None:
-    """Continue a text with a model and stream the result, or fill the gap between two texts.
+    """Continue a text with a model and stream the result, answer a message, or fill the gap between two texts.
 
     Examples:
 
         whorl sample quickstart/pretrain "def "
 
         whorl sample pretrain "class Stack:" --temperature 0.5 --seed 1 --stop "class "
+
+        whorl sample chat/sft "What did I plan for Monday?" --chat
 
         whorl sample imported/Qwen3-0.6B "The capital of France is"
 
@@ -63,7 +68,8 @@ def sample(
     from whorl.errors import ConfigError
     from whorl.evals.model.sampling import open_engine, prompt_ids
     from whorl.machine.device_probe import probe
-    from whorl.tokens.hf_tokenizer import load_tokenizer
+    from whorl.tokens.token_encoder import TokenEncoder
+    from whorl.tokens.vocabulary import HealedPrompt
     from whorl.tracking.seeds import derive
 
     if not math.isfinite(temperature):
@@ -76,8 +82,12 @@ def sample(
     machine = probe()
     torch.set_num_threads(1)  # the operations of one token are too small for several threads
     model = load_for_sampling(found.path, machine, masked=True)
-    tokenizer = load_tokenizer(found.path)
+    encoder = TokenEncoder.load(found.path)
+    tokenizer, stop_ids = encoder.tokenizer, frozenset(encoder.tokenizer.end_ids)
     healed, behind = prompt_ids(model, tokenizer, text), tuple(tokenizer.encode_to_list(suffix))
+    if chat:
+        ids = encoder.prompt([{"role": "user", "content": text}])
+        healed, stop_ids = HealedPrompt(ids, b"", len(ids)), encoder.stop_ids
     wanted = healed.n_tokens + max_tokens + len(behind)
     seed = seed if seed is not None else time.time_ns() % (1 << 31)
     engine = open_engine(
@@ -85,7 +95,7 @@ def sample(
         EngineConfig.for_batch(  # single steps, so that each token is shown at once
             1, min(wanted, model.max_positions or sys.maxsize), decode_burst=1
         ),
-        tokenizer,
+        encoder if chat else tokenizer,
         compile_native=False,  # the first token does not wait for a compiler
     )
     request = Request(
@@ -96,14 +106,18 @@ def sample(
         ),
         max_tokens=max_tokens,
         stop=tuple(text.encode() for text in stop or [] if text),
-        stop_ids=frozenset(tokenizer.end_ids),
+        stop_ids=stop_ids,
         forced_prefix=healed.forced_prefix,
         suffix=behind,
     )  # fmt: skip
-    given = text.encode()
+    given = b"" if chat else text.encode()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     fits = given.endswith(healed.forced_prefix)  # false if the tokenizer normalizes text
-    start = given if fits else tokenizer.decode(healed.ids, skip_special_tokens=True) + healed.forced_prefix
+    start = (
+        given
+        if fits or chat
+        else tokenizer.decode(healed.ids, skip_special_tokens=True) + healed.forced_prefix
+    )
     began, count = time.perf_counter(), 0
     for delta in engine.stream([request]):
         count += len(delta.tokens) - delta.n_forced

@@ -6,7 +6,9 @@ embedding and head.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +19,7 @@ from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
 from whorl.report import Bar, Block, Column, Histogram, StepReport, Text
 from whorl.report.format import format_si
+from whorl.tokens.hf_tokenizer import AnyTokenizer, load_tokenizer
 from whorl.tokens.shards import TokensConfig, write_shards
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -35,6 +38,34 @@ class TokenizerConfig(BaseModel):
     special_tokens: list[str] = Field(
         default=[], description="additional special tokens, never merged or split"
     )
+
+
+def tokenizer_folder(ctx: StepContext) -> Path:
+    """Return the folder of the parent `tokenizer`, or of the model that has one. Raises ConfigError: there is neither."""
+    role = next((role for role in ("tokenizer", "model") if role in ctx.parents), None)
+    if role is None:
+        raise ConfigError(
+            f"the step {ctx.name} has no tokenizer",
+            do='add "tokenizer" to its parents, or a model with `from`',
+        )
+    return ctx.parent_folder(role)
+
+
+def open_tokenizer(ctx: StepContext) -> AnyTokenizer:
+    """Return the tokenizer of `tokenizer_folder`."""
+    return load_tokenizer(tokenizer_folder(ctx))
+
+
+def write_text_files(ctx: StepContext) -> None:
+    """Write what a model needs to read and write text: the tokenizer, a chat template, and the ids that end a text."""
+    from whorl.align.stage.io import copy_text_files
+
+    tokenizer, path = open_tokenizer(ctx), ctx.out / "generation_config.json"
+    copy_text_files(tokenizer_folder(ctx), ctx.out)
+    if isinstance(tokenizer, Tokenizer) and not path.is_file():
+        ends = tokenizer.eos_id if len(tokenizer.end_ids) == 1 else tokenizer.end_ids
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends, "pad_token_id": tokenizer.pad_id}
+        path.write_text(json.dumps(ids, indent=1) + "\n")
 
 
 def read_plan(ctx: StepContext) -> TrainingPlan:
@@ -106,12 +137,14 @@ def _compression(tokenizer: Tokenizer, documents: Iterable[Document]) -> list[di
     return [{"domain": name, "bytes": n_bytes, "tokens": n} for name, (n_bytes, n) in ordered]
 
 
-@step("tokens", config=TokensConfig, parents={**CORPUS_PARENTS, "tokenizer": "tokenizer"})
+@step(
+    "tokens", config=TokensConfig,
+    parents={**CORPUS_PARENTS, "tokenizer?": "tokenizer", "model?": "model"},
+)  # fmt: skip
 def tokens(ctx: StepContext, config: TokensConfig) -> None:
-    """Encode every split into memory-mapped shards."""
+    """Encode every split into memory-mapped shards, with a tokenizer or that of a model."""
     corpus = open_corpus(ctx)
-    ctx.parents["tokenizer"].check()
-    encoder = Tokenizer.load(ctx.parents["tokenizer"].path)
+    encoder = open_tokenizer(ctx)
     splits = {
         split: write_shards(
             corpus.documents(split), encoder, ctx.out, split, config, ctx.progress, corpus.bytes(split)

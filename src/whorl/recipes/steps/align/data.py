@@ -78,6 +78,10 @@ def preferences(ctx: StepContext, config: PreferencesConfig) -> None:
     """Make pairs of a preferred and a rejected completion."""
     from whorl.align.data.dataset_files import write_dataset
 
+    if config.source == "files" and not config.path:
+        raise NotApplicableError(
+            "no file of preferences is given", do=f"--set {ctx.name}.path=preferred.jsonl"
+        )
     made = (
         _python_preferences(ctx, config)
         if config.source == "python"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from whorl.errors import DOCS_URL
 from whorl.registry import require_extra
 
 BugKind = Literal["syntax", "operator", "variable", "constant", "return"]
@@ -15,6 +16,8 @@ class SetConfig(BaseModel):
     """Source and size of a data set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path_is_needed: ClassVar[bool] = True  # else a step without a path is left out
 
     seed: int = Field(default=0, ge=0)
     max_train: int = Field(
@@ -45,8 +48,10 @@ class SetConfig(BaseModel):
         source = getattr(self, "source", "")
         if (source in ("reasoning_gym", "verifiers")) != bool(getattr(self, "dataset", "")):
             raise ValueError('dataset and source = "reasoning_gym" or "verifiers" must be given together')
-        if (source == "files") != bool(self.path):
-            raise ValueError('path and source = "files" must be given together')
+        if self.path and source != "files":
+            raise ValueError('path is given, but source is not "files"')
+        if source == "files" and not self.path and self.path_is_needed:
+            raise ValueError(f"no path is given: set it to a file or folder of records ({DOCS_URL}/data.md)")
         return self
 
 
@@ -88,6 +93,7 @@ class TasksConfig(SetConfig):
 class PreferencesConfig(SetConfig):
     """Pairs of completions, or single completions with a label."""
 
+    path_is_needed: ClassVar[bool] = False
     source: Literal["python", "files"] = "python"
     shape: Literal["preferences", "unpaired"] = Field(
         default="preferences",

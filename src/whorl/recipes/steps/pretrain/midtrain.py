@@ -1,33 +1,53 @@
-"""The step `midtrain`: a trained model continues on a mixture, with longer rows and a learning rate that falls to zero.
+"""The step `midtrain`: a trained model continues on other text, with a learning rate that falls to zero.
 
-Mid-training is the last part of pretraining, on less and better text (Hu et al. 2024, MiniCPM, arXiv:2404.06395, section
-4.2; OLMo 2, arXiv:2501.00656, section 4). The mixture decides the amount of text, so the number of steps is
-train_bytes / (batch_size * seq_len * bytes per token). Its shares change over the run.
+With the parent `mixture` this is mid-training, the last part of pretraining, on less and better text (Hu et al. 2024,
+MiniCPM, arXiv:2404.06395, section 4.2; OLMo 2, arXiv:2501.00656, section 4). The mixture decides the amount of text, so the
+number of steps is train_bytes / (batch_size * seq_len * bytes per token). Its shares change over the run.
+
+Without it the model continues on the parent `tokens`, in epochs. The text that it was trained on before is found by its
+lineage. A share of the documents is drawn from it, against forgetting (Ibrahim et al. 2024, arXiv:2403.08763), and both
+texts are measured before and after. A model without lineage, such as an imported one, is trained on the new text alone.
 
 The optimizer's moments start at zero: a saved model has weights only. Its first steps are therefore warmed up.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.corpus.mixture import CorpusMixture
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, NotApplicableError
 from whorl.recipes.registry import StepContext, step
+from whorl.recipes.stage import open_token_set, token_set_likelihood
 from whorl.recipes.steps.pretrain.train_job import train_and_save
+from whorl.recipes.steps.tokens import tokenizer_folder
+from whorl.report.blocks import Change, Column, Table
+from whorl.store import Artifact
 from whorl.train.config import DataConfig, RunConfig, ScheduleConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from whorl.models import LanguageModel
+    from whorl.tokens.shards import TokenSet
+    from whorl.tokens.token_encoder import TokenEncoder
 
 RECORDS = 1000  # draws from the mixture in a run; fewer would make its shares coarse
 RECORD_BYTES = 1 << 15, 1 << 19  # at least, at most
+SEQ_LEN, ROW_TOKENS = (
+    512,
+    8192,
+)  # rows, and tokens of a step, for a model that no job of this package has trained
 
 
 class MidtrainDataConfig(DataConfig):
     """Rows of a step; their number of steps is the mixture's."""
 
     seq_len: int | None = Field(  # type: ignore[assignment]
-        default=None, ge=8, description="positions of a row; default: twice pretraining's"
+        default=None,
+        ge=8,
+        description="positions of a row; default: pretraining's, with a mixture twice as many",
     )
     batch_size: int | None = Field(  # type: ignore[assignment]
         default=None, ge=1, description="rows per step; default: as many tokens as in pretraining"
@@ -49,6 +69,13 @@ class MidtrainConfig(BaseModel):
         default=0.3, gt=0, description="peak learning rates as a multiple of pretraining's"
     )
     seed: int = Field(default=0, ge=0)
+    epochs: float = Field(default=1.0, gt=0, description="passes over the text, without a mixture")
+    replay_fraction: float = Field(
+        default=0.25,
+        ge=0,
+        lt=1,
+        description="share of the training tokens from the text that the model was trained on, without a mixture",
+    )
     data: MidtrainDataConfig = Field(default=MidtrainDataConfig(), description="rows of text")
     train: MidtrainTrainConfig = Field(default=MidtrainTrainConfig(), description="the update loop")
     run: RunConfig = Field(default=RunConfig(), description="checkpoints")
@@ -65,53 +92,152 @@ class MidtrainConfig(BaseModel):
     "model",
     config=MidtrainConfig,
     not_hashed=("run",),
-    parents={"model": "model", "mixture": "mixture", "tokens": "tokens", "tokenizer": "tokenizer"},
+    parents={"model": "model", "mixture?": "mixture", "tokens": "tokens", "tokenizer?": "tokenizer"},
+    version=2,
 )
 def midtrain(ctx: StepContext, config: MidtrainConfig) -> None:
-    """Continue pretraining on a mixture, with longer rows and an annealed learning rate."""
+    """Continue pretraining on other text, with an annealed learning rate."""
     from whorl.models import load_model
     from whorl.tokens.shards import TokenSet
-    from whorl.train.job import Job, read_job
+    from whorl.tokens.token_encoder import TokenEncoder
+    from whorl.train.job import Job
 
-    folder, mixture_folder = ctx.parent_folder("model"), ctx.parent_folder("mixture")
-    for role in ("tokens", "tokenizer"):
-        ctx.parents[role].check()
-    if not (folder / "job.json").is_file():
+    folder, tokens = ctx.parent_folder("model"), open_token_set(ctx)
+    mixture = CorpusMixture.load(ctx.parent_folder("mixture")) if "mixture" in ctx.parents else None
+    model, before = load_model(folder), job_before(ctx, folder)
+    seq_len = config.data.seq_len or (2 if mixture else 1) * before["seq_len"]
+    if seq_len > model.eval_window:
         raise ConfigError(
-            f"{ctx.parents['model'].name} is no pretrained model of this package",
-            expected="a model of the step `pretrain`, `decay_branch` or `midtrain`",
-        )
-    mixture = CorpusMixture.load(mixture_folder)
-    before = read_job(folder)
-    split = TokenSet(ctx.parents["tokens"].path).split("train")
-    seq_len = config.data.seq_len or 2 * before["seq_len"]
-    longest = load_model(folder).eval_window
-    if seq_len > longest:
-        raise ConfigError(
-            f"rows of {seq_len} positions", expected=f"at most {longest}, which the model can read"
+            f"rows of {seq_len} positions", expected=f"at most {model.eval_window}, which the model can read"
         )
     batch_size = config.data.batch_size or max(1, before["batch_size"] * before["seq_len"] // seq_len)
-    bytes_per_token = split.n_bytes / max(1, len(split))
-    steps = max(1, round(mixture.train_bytes / (batch_size * seq_len * bytes_per_token)))
+    measured, old = dict[str, TokenSet](), None
+    if mixture is None:
+        old = old_tokens(ctx)
+        measured = {"new": tokens} | ({"old": old} if old is not None else {})
+        tokens = with_replay(ctx, tokens, old, config)
+    split = tokens.split("train")
+    n_tokens = config.epochs * len(split)
+    if mixture is not None:
+        n_tokens = mixture.train_bytes * len(split) / max(1, split.n_bytes)
+    if not len(split):
+        raise NotApplicableError("the new text has no training split", do="give more text")
+    batch_size = max(1, min(batch_size, len(split) // seq_len))  # of a small text
     job = Job.model_validate(
         {
             **before,
             **dict(config.train),
-            "tokens": str(ctx.parents["tokens"].path),
-            "stream": stream_settings(ctx, mixture),
+            "tokens": str(tokens.folder),
+            "stream": stream_settings(ctx, mixture) if mixture else None,
+            "model": model.config,
             "optim": _scaled(before["optim"], config.lr_scale),
             "seq_len": seq_len,
             "long_ratio": 0.0,
             "batch_size": batch_size,
-            "steps": steps,
+            "steps": max(1, round(n_tokens / (batch_size * seq_len))),
+            "seconds": None,
             "seed": config.seed,
             "replicas": 1,
             "deterministic": config.train.deterministic or before["deterministic"],
             "evaluations": min(before["evaluations"], 10),
         }
     )
-    train_and_save(ctx, job, config.run, start=folder)
-    ctx.summary["mixture"] = mixture.digest
+    encoder = TokenEncoder.load(tokenizer_folder(ctx))
+    losses = {"before": bits_of(measured, model, encoder)}
+    trained = train_and_save(ctx, job, config.run, start=folder)
+    losses["after"] = bits_of(measured, trained, encoder)
+    if mixture is not None:
+        ctx.summary["mixture"] = mixture.digest
+        return
+    ctx.summary["bits_per_byte_of"] = losses
+    rows = [
+        (name, Change(before=f"{bits:.3f}", after=f"{losses['after'][name]:.3f}"))
+        for name, bits in losses["before"].items()
+    ]
+    if rows:
+        note = "Bits per byte of the start of each test split. A rise for the old text means forgetting."
+        columns = [Column(name="Text"), Column(name="Bits per byte", number=True)]
+        ctx.report.blocks.append(
+            Table(
+                title="New and old text", note=note, columns=columns, rows=[[f"{n} text", c] for n, c in rows]
+            )
+        )
+        texts = [f"{name} text {c.before} before, {c.after} after" for name, c in rows]
+        ctx.summary["headline"] = f"bits per byte: {', '.join(texts)}; {ctx.summary['headline']}"
+
+
+def job_before(ctx: StepContext, folder: Path) -> dict[str, Any]:
+    """Return the fields of the job that trained a model; of one that no job of this package trained, usual ones."""
+    from whorl.models.serialization import read_config
+    from whorl.train.job import Job, read_job
+
+    if (folder / "job.json").is_file():
+        return {"deterministic": False, **read_job(folder)}
+    machine, model = ctx.machine, read_config(folder)
+    ctx.machine.apply()
+    seq_len = min(SEQ_LEN, model.max_length)
+    job = Job(
+        tokens="", model=model, seq_len=seq_len, batch_size=max(1, ROW_TOKENS // seq_len), steps=1,
+        dtype=machine.dtype, threads=machine.threads, device=machine.device,
+    )  # fmt: skip
+    return job.model_dump()
+
+
+def old_tokens(ctx: StepContext) -> TokenSet | None:
+    """Return the token set that the parent `model`, or a model before it, was trained on; None if the store has none."""
+    from whorl.tokens.shards import TokenSet
+
+    model: Artifact | None = ctx.parents["model"]
+    while model is not None:
+        tokens = ctx.store.find(model.parents.get("tokens", ""))
+        if tokens is not None and tokens.address != ctx.parents["tokens"].address:
+            tokens.check()
+            return TokenSet(tokens.path)
+        model = ctx.store.find(model.parents.get("model", ""))
+    ctx.progress.log(
+        "    the store has no text that the model was trained on before: no share of it is trained again"
+    )
+    return None
+
+
+def with_replay(ctx: StepContext, new: TokenSet, old: TokenSet | None, config: MidtrainConfig) -> TokenSet:
+    """Return a token set with the new documents and old ones, drawn by the seed, up to `config.replay_fraction`."""
+    from whorl.tokens.shards import ShardWriter, TokenSet
+    from whorl.tracking.seeds import numpy_rng
+
+    if old is None or not config.replay_fraction:
+        return new
+    out = ctx.scratch / "tokens"
+    out.mkdir(parents=True, exist_ok=True)
+    source, drawn = old.split("train"), 0
+    wanted = len(new.split("train")) * config.replay_fraction / (1 - config.replay_fraction)
+    order = numpy_rng(config.seed, "replay").permutation(source.n_documents)
+    with ShardWriter(out, "train", new, 1 << 27) as writer:
+        for split, numbers in ((new.split("train"), range(new.split("train").n_documents)), (source, order)):
+            rows = split.documents.select(["bytes", "id", "source", "path", "offset"]).to_pylist()
+            for number in numbers:
+                if split is source:
+                    if drawn >= wanted:
+                        break
+                    drawn += int(source.lengths[number])
+                row, ids = rows[number], split.document(int(number))
+                writer.add(ids[1:-1], row["bytes"], row["id"], row["source"], row["path"], row["offset"])
+        writer.finish()
+    with ShardWriter(out, "validation", new, 1 << 27) as writer:
+        held_out = new.split("validation")
+        for number, row in enumerate(held_out.documents.to_pylist()):
+            ids = held_out.document(number)
+            writer.add(ids[1:-1], row["bytes"], row["id"], row["source"], row["path"], row["offset"])
+        writer.finish()
+    share = drawn / (drawn + len(new.split("train")))
+    ctx.progress.log(f"    {drawn:,} tokens of old text, {share:.0%} of all, against forgetting")
+    return TokenSet(out)
+
+
+def bits_of(sets: dict[str, TokenSet], model: LanguageModel, encoder: TokenEncoder) -> dict[str, float]:
+    """Return the bits per byte of the start of each test split, by name; of those that have one."""
+    found = {name: token_set_likelihood(tokens, model, encoder) for name, tokens in sets.items()}
+    return {name: one.bits_per_byte for name, one in found.items() if one is not None}
 
 
 def stream_settings(ctx: StepContext, mixture: CorpusMixture) -> dict[str, Any]:

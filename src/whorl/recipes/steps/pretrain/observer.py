@@ -11,7 +11,7 @@ from whorl.recipes.stage_recorder import Metrics, StageRecorder
 
 if TYPE_CHECKING:
     from whorl.models import LanguageModel
-    from whorl.tokens.tokenizer import Tokenizer
+    from whorl.tokens.hf_tokenizer import AnyTokenizer
     from whorl.train.job import Job
 
 SAMPLE_TOKENS = 48
@@ -25,7 +25,7 @@ class PretrainObserver(StageRecorder):
     """
 
     def __init__(
-        self, *inputs: Any, job: Job, bytes_per_token: float, tokenizer: Tokenizer, prompt: str
+        self, *inputs: Any, job: Job, bytes_per_token: float, tokenizer: AnyTokenizer, prompt: str
     ) -> None:
         super().__init__(*inputs)
         self.steps, self.bytes_per_token, self.tokenizer = job.steps, bytes_per_token, tokenizer

@@ -13,6 +13,7 @@ from whorl.recipes.registry import StepContext
 from whorl.recipes.stage import train_stage
 from whorl.recipes.stage_recorder import last_values
 from whorl.recipes.steps.pretrain.observer import PretrainObserver, held_out_text, progress_note
+from whorl.recipes.steps.tokens import open_tokenizer, write_text_files
 from whorl.report.training import training_report
 from whorl.train.config import RunConfig
 
@@ -29,8 +30,8 @@ def train_and_save(
     branch_steps: Collection[int] = (),
     start: Path | None = None,
     previous_curve: Iterable[dict[str, Any]] = (),
-) -> None:
-    """Train `job` and write the model, its tokenizer, its curve and a summary.
+) -> LanguageModel:
+    """Train `job` and write the model, its tokenizer, its curve and a summary; return the model.
 
     Args:
         branch_steps, start: `branch_points` and `branch_start` of `train.lm.pretrain.pretrain`.
@@ -40,14 +41,13 @@ def train_and_save(
     from whorl.machine.native_build import start_later_builds
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
-    from whorl.tokens.tokenizer import Tokenizer
     from whorl.train.checkpoint.stats import CheckpointStats
     from whorl.train.lm.pretrain import pretrain as run_training
     from whorl.train.metrics.validation import held_out_bytes_per_target
 
     token_set = TokenSet(ctx.parents["tokens"].path)
     split = token_set.split("train")
-    tokenizer, stats = Tokenizer.load(ctx.parents["tokenizer"].path), CheckpointStats()
+    tokenizer, stats = open_tokenizer(ctx), CheckpointStats()
     held_out = token_set.split("validation") if "validation" in token_set.splits else split
     texts = [tokenizer.decode(ids[1:-1]) for ids in islice(held_out.iter_documents(), CHECKED_TEXTS)]
     prompt = first_prompt([text.decode("utf-8", "replace") for text in texts])
@@ -64,15 +64,9 @@ def train_and_save(
         ctx, "Training", train, note=progress_note, total=job.steps,
         recorder=partial(PretrainObserver, job=job, bytes_per_token=bytes_per_token, tokenizer=tokenizer, prompt=prompt),
     )  # fmt: skip
-    model = result.trained
+    model: LanguageModel = result.trained
     save_model(model, ctx.out)
-    tokenizer.save(ctx.out)
-    ids = {
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id if len(tokenizer.end_ids) == 1 else tokenizer.end_ids,
-        "pad_token_id": tokenizer.pad_id,
-    }
-    (ctx.out / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")
+    write_text_files(ctx)
     curve = [*previous_curve, *result.curve]
     (ctx.out / "curve.json").write_text(json.dumps(curve))
     # Without the folders of its inputs, which depend on the place of the store; the manifest has their addresses.
@@ -104,6 +98,7 @@ def train_and_save(
         curve, ctx.summary, config=json.loads((ctx.out / "config.json").read_text()), objective=job.objective,
         expected=ctx.parents["plan"].summary["expected"] if "plan" in ctx.parents else {},
     )  # fmt: skip
+    return model
 
 
 def describe_held_out(last: Mapping[str, float]) -> str:

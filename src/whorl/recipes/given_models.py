@@ -1,0 +1,100 @@
+"""Models that a recipe is given: `from = "quickstart/pretrain"` of a step, and `whorl run --from MODEL`.
+
+    [steps.sft]
+    from = "quickstart/pretrain"    # in the role `model`: an artifact, or a folder in the format of transformers
+    from = ""                       # --from MODEL is needed
+
+`--from` puts a model in the place of the first step that makes one from no other model. That step is left out, with those
+before it that nothing else needs. A folder is imported by a step of the recipe. An artifact keeps its lineage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from whorl.errors import ConfigError
+from whorl.recipes.registry import ANY_ROLE, StepKind
+from whorl.store.address import user_path
+
+FROM = "from"
+
+
+def model_role(kind: StepKind) -> str:
+    """Return the role that `from` fills, "" if a step has none."""
+    roles = [role for role, (made, _) in kind.parent_roles().items() if made == "model"]
+    return "model" if "model" in roles else next(iter(roles), "")
+
+
+def give_model(tables: dict[str, Any], kinds: Mapping[str, StepKind], ref: str) -> None:
+    """Put a model in the place of `from`, or of the step that makes the first model; changes `tables`.
+
+    Raises:
+        ConfigError: no step takes a model.
+    """
+    takers = [step for step, table in tables.items() if FROM in table]
+    for step in takers:
+        tables[step][FROM] = ref
+    if takers:
+        return
+    first = next(
+        (s for s, kind in kinds.items() if kind.output_kind == "model" and not model_role(kind)), None
+    )
+    if first is None:
+        raise ConfigError(f"--from {ref}: no step of this recipe makes or takes a first model")
+    removed = {first}
+    parents = {step: _parent_names(table) for step, table in tables.items()}
+    pending = [*parents[first]]
+    while pending:
+        step = pending.pop()
+        users = [
+            s for s in tables if step in parents[s] and s not in removed and ANY_ROLE not in kinds[s].parents
+        ]
+        if step in tables and not users:
+            removed.add(step)
+            pending += parents[step]
+    for step in removed:
+        del tables[step]
+    for step, table in tables.items():
+        given = table.get("parents", [])
+        if isinstance(given, dict):
+            table["parents"] = {role: name for role, name in given.items() if name not in removed}
+        elif isinstance(given, list):
+            table["parents"] = [name for name in given if name not in removed]
+        if first in parents[step] and model_role(kinds[step]):
+            table[FROM] = ref
+
+
+def import_folders(tables: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables with a step that imports each folder that a `from` names."""
+    imports: dict[str, str] = {}
+    for table in tables.values():
+        ref = table.get(FROM) if isinstance(table, dict) else None
+        if isinstance(ref, str) and ref and (user_path(ref) / "config.json").is_file():
+            table[FROM] = imports.setdefault(ref, f"imported{len(imports) or ''}")
+    made = {name: {"uses": "import_model", "folder": str(user_path(ref))} for ref, name in imports.items()}
+    return {**made, **tables}
+
+
+def _parent_names(table: Mapping[str, Any]) -> list[str]:
+    given = table.get("parents", [])
+    return [*given.values()] if isinstance(given, dict) else [*given] if isinstance(given, list) else []
+
+
+def check_given(ref: Any, location: str, kind: StepKind) -> str:
+    """Return the model that a step's `from` names. Raises ConfigError: it is none, or the step takes no model."""
+    if not model_role(kind):
+        raise ConfigError(f"{location}: {kind.name} starts from no model", do="leave out from")
+    if not isinstance(ref, str) or not ref:
+        raise ConfigError(
+            f"{location}: from is {ref!r}" if ref else f"{location}: a model to start from is needed",
+            expected="an artifact such as quickstart/pretrain, or a folder in the format of transformers",
+            do="`whorl run RECIPE --from MODEL`; `whorl ls` lists the artifacts",
+        )
+    if Path(ref).is_dir() and not (Path(ref) / "config.json").is_file():
+        raise ConfigError(
+            f"{location}: {ref} is a folder without config.json",
+            expected="a model in the format of transformers",
+        )
+    return ref
