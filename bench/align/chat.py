@@ -5,14 +5,14 @@
     python bench/align/chat.py --only quickstart --seeds 1
 
 500 conversations teach three rules at once: every answer ends with a signature, the colour that a user has named is
-remembered over a turn, and one topic is refused. Held-out prompts have names, things and topics in combinations that do
+repeated a turn later, and one topic is refused. Held-out prompts have names, things and topics in combinations that do
 not occur in training. The recipe `chat` trains them with its defaults, from two models:
 
     quickstart   the model of `whorl run quickstart`, without a chat template
-    qwen         a small Qwen3 of `transformers` with a chat template of its own, pretrained by `whorl run continue`
+    qwen         a small Qwen3 of `transformers` with its own chat template, pretrained by `whorl run continue`
 
 A prompt counts if the greedy answer keeps the rule. Then the model of the first seed is exported for `transformers`, and
-as GGUF, and 20 greedy answers are compared with those of Whorl's engine, text by text; llama.cpp is asked if
+as GGUF, and 20 greedy answers are compared with those of Whorl's engine, text by text; llama.cpp is compared if
 llama-cpp-python is installed.
 """
 
@@ -111,7 +111,7 @@ def qwen_folder(store: Store, base: Path, folder: Path) -> Path:
         num_attention_heads=3, num_key_value_heads=3, max_position_embeddings=1024, tie_word_embeddings=False,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    sets = ("continue.data.seq_len=256", f"continue.epochs={sized(0.6, 0.002)}", "continue.lr_scale=1")
+    sets = ("continue.data.seq_len=256", f"continue.data.epochs={sized(0.6, 0.002)}", "continue.lr_scale=1")
     made = run(store, "continue", str(folder), 'ingest.sources=["python-stdlib"]', *sets)
     return made.path
 

@@ -51,7 +51,7 @@ parents = ["prose", "prose_split", "tokenizer"]
 [steps.continue]
 uses = "midtrain"
 parents = {{ model = "pretrain", tokens = "prose_tokens", tokenizer = "tokenizer" }}
-epochs = {epochs}
+data.epochs = {epochs}
 seed = {seed}
 """
 BOTH = """

@@ -3,7 +3,7 @@
 A base model has no template, and its vocabulary often no token that ends a turn. Then the vocabulary gets the markers
 <|im_start|> and <|im_end|>, and the folder a ChatML template, so that sampling, server and exports use what was trained. The
 new rows of embedding and head begin as copies: <|im_start|> of the token that begins a text, <|im_end|> of the one that ends
-it. So the model knows from the first step what a turn's end is like.
+it. So the end of a turn has the probability of the end of a text from the first step on.
 """
 
 from __future__ import annotations

@@ -52,6 +52,13 @@ class MidtrainDataConfig(DataConfig):
     batch_size: int | None = Field(  # type: ignore[assignment]
         default=None, ge=1, description="rows per step; default: as many tokens as in pretraining"
     )
+    epochs: float = Field(default=1.0, gt=0, description="passes over the text, without a mixture")
+    replay_fraction: float = Field(
+        default=0.25,
+        ge=0,
+        lt=1,
+        description="share of the training tokens from the text that the model was trained on, without a mixture",
+    )
 
 
 class MidtrainTrainConfig(TrainConfig):
@@ -69,13 +76,6 @@ class MidtrainConfig(BaseModel):
         default=0.3, gt=0, description="peak learning rates as a multiple of pretraining's"
     )
     seed: int = Field(default=0, ge=0)
-    epochs: float = Field(default=1.0, gt=0, description="passes over the text, without a mixture")
-    replay_fraction: float = Field(
-        default=0.25,
-        ge=0,
-        lt=1,
-        description="share of the training tokens from the text that the model was trained on, without a mixture",
-    )
     data: MidtrainDataConfig = Field(default=MidtrainDataConfig(), description="rows of text")
     train: MidtrainTrainConfig = Field(default=MidtrainTrainConfig(), description="the update loop")
     run: RunConfig = Field(default=RunConfig(), description="checkpoints")
@@ -117,7 +117,7 @@ def midtrain(ctx: StepContext, config: MidtrainConfig) -> None:
         measured = {"new": tokens} | ({"old": old} if old is not None else {})
         tokens = with_replay(ctx, tokens, old, config)
     split = tokens.split("train")
-    n_tokens = config.epochs * len(split)
+    n_tokens = config.data.epochs * len(split)
     if mixture is not None:
         n_tokens = mixture.train_bytes * len(split) / max(1, split.n_bytes)
     if not len(split):
@@ -201,16 +201,16 @@ def old_tokens(ctx: StepContext) -> TokenSet | None:
 
 
 def with_replay(ctx: StepContext, new: TokenSet, old: TokenSet | None, config: MidtrainConfig) -> TokenSet:
-    """Return a token set with the new documents and old ones, drawn by the seed, up to `config.replay_fraction`."""
+    """Return a token set with the new documents and old ones, drawn by the seed, up to `config.data.replay_fraction`."""
     from whorl.tokens.shards import ShardWriter, TokenSet
     from whorl.tracking.seeds import numpy_rng
 
-    if old is None or not config.replay_fraction:
+    if old is None or not config.data.replay_fraction:
         return new
     out = ctx.scratch / "tokens"
     out.mkdir(parents=True, exist_ok=True)
     source, drawn = old.split("train"), 0
-    wanted = len(new.split("train")) * config.replay_fraction / (1 - config.replay_fraction)
+    wanted = len(new.split("train")) * config.data.replay_fraction / (1 - config.data.replay_fraction)
     order = numpy_rng(config.seed, "replay").permutation(source.n_documents)
     with ShardWriter(out, "train", new, 1 << 27) as writer:
         for split, numbers in ((new.split("train"), range(new.split("train").n_documents)), (source, order)):
