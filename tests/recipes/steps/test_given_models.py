@@ -114,7 +114,9 @@ def test_pretraining_continues_with_a_share_of_the_old_text(made: dict[str, Arti
     bits = found.summary["bits_per_byte_of"]
     assert bits["before"].keys() == bits["after"].keys() == {"new", "old"}
     assert bits["after"]["new"] < 0.8 * bits["before"]["new"]
-    alone = run(load_recipe("continue", sets=[*OTHER, "continue.data.replay_fraction=0"], model="tiny/pretrain"))
+    alone = run(
+        load_recipe("continue", sets=[*OTHER, "continue.data.replay_fraction=0"], model="tiny/pretrain")
+    )
     assert found.summary["steps"] > 1.2 * alone["continue"].summary["steps"]
     assert (found.path / "tokenizer.json").read_text() == (
         made["pretrain"].path / "tokenizer.json"
