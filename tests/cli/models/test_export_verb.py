@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.support.cli import refuse, succeed
 from tests.support.tiny import make_decoder, make_transformer
 
+from whorl.cli.models.export import write_hf_folder
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.sampling_params import SamplingParams
 from whorl.models import Transformer, load_model
 from whorl.models.exchange import export_model
+from whorl.models.lora import LoRA, LoRAFactors, init_lora, merge_lora, save_lora
 from whorl.tokens.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -80,6 +83,23 @@ def test_gguf_types_and_wrong_options(home: Path) -> None:
     assert "expected: --dtype float32" in refuse(home, "export", "llama", "x", "--type", "q8_0")
     assert "'q4'" in refuse(home, "export", "llama", "x", "--to", "gguf", "--type", "q4")
     assert "embedding_norm is True, not False" in refuse(home, "export", "own", "x", "--to", "gguf")
+
+
+def test_export_merges_the_adapter_of_a_stage(tmp_path: Path) -> None:
+    model = make_transformer()
+    export_model(model, tmp_path / "m", "whorl")
+    factors = {
+        name: LoRAFactors(part.a, torch.full_like(part.b, 0.1), part.scale)
+        for name, part in init_lora(model, 2, 4.0, ("out",), torch.Generator().manual_seed(0)).factors.items()
+    }
+    save_lora(LoRA(factors), tmp_path / "m" / "adapter", "base")
+    stage = SimpleNamespace(name="chat/sft", kind="model", path=tmp_path / "m")
+    assert write_hf_folder(stage, tmp_path / "out") == "llama"  # type: ignore[arg-type]
+    merge_lora(model, LoRA(factors))
+    assert not torch.equal(
+        load_model(tmp_path / "m").blocks[0].mixer.out.weight, model.blocks[0].mixer.out.weight
+    )
+    torch.testing.assert_close(load_model(tmp_path / "out").state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

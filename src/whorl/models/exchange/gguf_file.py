@@ -34,7 +34,6 @@ from whorl.models.exchange.gguf_architecture import GGUFModel, attention_configs
 from whorl.models.exchange.gguf_types import (
     FILE_TYPES,
     TYPE_OF,
-    byte_count,
     fallback_note,
     to_bytes,
     type_of_matrix,
@@ -101,8 +100,10 @@ def export_gguf(
         write_fields(writer, shape)
         vocabulary.add_to(writer)
         for name, made in kinds.items():
-            raw, shape_ = gguf.GGMLQuantizationType[made.upper()], list(sizes[name].shape)
-            writer.add_tensor_info(name, shape_, np.dtype("f4"), byte_count(sizes[name], made), raw_dtype=raw)
+            raw, size = gguf.GGMLQuantizationType[made.upper()], sizes[name]
+            block, block_bytes = gguf.GGML_QUANT_SIZES[raw]
+            n_bytes = size.numel() // block * block_bytes
+            writer.add_tensor_info(name, list(size.shape), np.dtype("f4"), n_bytes, raw_dtype=raw)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()

@@ -60,13 +60,6 @@ def fallback_note(kinds: Mapping[str, str], wanted: str) -> str:
     )
 
 
-def byte_count(tensor: Tensor, kind: str) -> int:
-    """Return the bytes of a tensor of a type."""
-    if kind in DTYPES:
-        return tensor.numel() * DTYPES[kind].itemsize
-    return tensor.numel() * {"q8_0": 34, "q4_k": 18}[kind] // 32
-
-
 def to_bytes(gguf: Any, name: str, tensor: Tensor, kind: str) -> NDArray[np.uint8]:
     """Return the bytes of a tensor of a type.
 
@@ -96,9 +89,9 @@ def _blocks_to_bytes(w: Array) -> NDArray[np.uint8]:
     """Return blocks [n, 8, 32] as bytes [n, 144]."""
     scale, offset = _fit(w)
     d, dmin = ((x.max(1, keepdims=True) / 63).astype(np.float16) for x in (scale, offset))
-    sc, m = (np.clip(_round(_divide(x, s)), 0, 63) for x, s in ((scale, d), (offset, dmin)))
+    sc, m = (np.clip(np.rint(_divide(x, s)), 0, 63) for x, s in ((scale, d), (offset, dmin)))
     step, low = d.astype(np.float32) * sc, dmin.astype(np.float32) * m
-    q = np.clip(_round(_divide(w + low[..., None], step[..., None])), 0, 15).astype(np.uint8)
+    q = np.clip(np.rint(_divide(w + low[..., None], step[..., None])), 0, 15).astype(np.uint8)
     codes = (q[:, 0::2] | q[:, 1::2] << 4).reshape(len(w), 128)
     # Parts 0-3: 6 bits each; parts 4-7: 4 bits in the last bytes, their upper 2 bits above those of parts 0-3.
     s6, m6 = sc.astype(np.uint8), m.astype(np.uint8)
@@ -113,7 +106,7 @@ def _fit(w: Array) -> tuple[Array, Array]:
     best = np.full(low.shape, np.inf, np.float32)
     scale, offset = np.zeros_like(low), -low
     for steps in np.linspace(13.5, 16.5, 13, dtype=np.float32):
-        q = np.clip(_round(_divide(w - low[..., None], ((high - low) / steps)[..., None])), 0, 15)
+        q = np.clip(np.rint(_divide(w - low[..., None], ((high - low) / steps)[..., None])), 0, 15)
         mean_q, mean_w = q.mean(-1), w.mean(-1)
         spread = ((q - mean_q[..., None]) ** 2).mean(-1)
         a = _divide(((q - mean_q[..., None]) * w).mean(-1), spread)
@@ -134,8 +127,3 @@ def _divide(a: NDArray[Any], b: NDArray[Any]) -> Array:
         a, b, out=np.zeros(np.broadcast_shapes(a.shape, b.shape), np.float32), where=b != 0
     )
     return out
-
-
-def _round(x: Array) -> Array:
-    rounded: Array = np.floor(x + 0.5)
-    return rounded

@@ -1,6 +1,7 @@
 """Whorl's decoder for `transformers`. `whorl export --to hf` copies this file next to the weights.
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
     x  = rms(embedding[ids] + sum over n of table_n[hash of the last n ids])     [B, T, hidden_size]
     x += attention(rms(x));  x += mlp(rms(x))                                    num_hidden_layers times

@@ -30,6 +30,8 @@ def complete_exported_folder(folder: Path) -> ChatTemplate | None:
     chat = load_chat_template(folder, load_tokenizer(folder))
     if isinstance(chat.tokenizer, Tokenizer):
         _update(folder / TOKENIZER_FILE, post_processor=_bos_processor(chat.tokenizer.bos_id))
+        # Without this, transformers 4 also gives token_type_ids, which `generate` refuses.
+        _update(folder / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
     if chat.is_trained and read_template(folder)[0] is None:
         (folder / "chat_template.jinja").write_text(chat.source, encoding="utf-8")
         _update(folder / "tokenizer_config.json", chat_template=chat.source)
