@@ -87,6 +87,10 @@ def stage_report(
             more += f"; a pass: {criterion}"
         share = measured["after"]["accuracy"]
         cards.append(percent_card("Accuracy on held-out tasks", share, more))
+    elif "held_out_nll" in measured.get("after", {}):
+        before, after = (measured[when]["held_out_nll"] for when in ("before", "after"))
+        more = f"nats per token; {before:.3f} before {name}"
+        cards.append(Card(label="Loss of held-out texts", value=f"{after:.3f}", more=more, number=after))
     return StepReport(cards=cards, blocks=blocks)
 
 

@@ -136,7 +136,7 @@ def chat_answers(
     for talk in talks:
         end = next(n for n, message in enumerate(talk.messages) if message["role"] == "assistant")
         ids = encoder.prompt(talk.messages[:end], talk.tools, talk.chat_template_kwargs) if end else []
-        if 0 < len(ids) <= room and len(asked) < SAMPLES:
+        if 0 < len(ids) <= room and len(asked) < SAMPLES and all(ids != other for *_, other in asked):
             asked.append((talk, end, ids))
     if not asked:
         return []
