@@ -65,7 +65,8 @@ def check_request(request: Request, masked: MaskedConfig | None) -> None:
     }
     causal_only: dict[str, object] = {
         "grammar": request.grammar, "forced_prefix": request.forced_prefix, "score_from": request.score_from,
-        "prompt_log_probs": request.prompt_log_probs, "repetition_penalty": s.repetition_penalty != 1,
+        "prompt_log_probs": request.prompt_log_probs, "min_tokens": request.min_tokens,
+        "repetition_penalty": s.repetition_penalty != 1,
         "presence_penalty": s.presence_penalty, "frequency_penalty": s.frequency_penalty,
         "suffix": block and request.suffix,
     }  # fmt: skip

@@ -52,7 +52,9 @@ def accept_tokens(
                 if sequence.constraint.mask() is None:
                     sequence.constraint = None
             if token_bytes:
-                text += sequence.stop_checker.add(sequence.skip_forced(token_bytes[token.id]))
+                shown = sequence.skip_forced(token_bytes[token.id])
+                early = sequence.n_output - sequence.n_forced <= request.min_tokens
+                text += shown if early else sequence.stop_checker.add(shown)
             if sequence.stop_checker.matched is not None:
                 finish = "stop"
             elif sequence.constraint is not None and sequence.constraint.ended:

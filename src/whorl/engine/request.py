@@ -54,6 +54,9 @@ class Request(BaseModel):
     ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, description="the prompt")
     sampling: SamplingParams = SamplingParams()
     max_tokens: int = Field(default=256, ge=1)
+    min_tokens: int = Field(
+        default=0, ge=0, description="no stop id is sampled and no stop string looked for before so many tokens"
+    )  # fmt: skip
     stop: tuple[bytes, ...] = Field(default=(), description="stop strings, excluded from the text")
     stop_ids: frozenset[int] = Field(default=frozenset(), description="stop ids, excluded from the text")
     forced_prefix: bytes = Field(
@@ -77,6 +80,7 @@ class Request(BaseModel):
     )
     client: str = Field(default="", description="client id; clients get equal shares of the engine")
     adapter: str | None = Field(default=None, description="name of a loaded LoRA adapter")
+    model: str = Field(default="", description="name of the engine, in a process with several")
 
     @model_validator(mode="after")
     def _check_stop(self) -> Request:

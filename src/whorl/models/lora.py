@@ -43,6 +43,7 @@ from whorl.nn.quantized_linear import QuantizedLinear
 from whorl.store.files import require_regular
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER = "adapter"  # folder of an adapter next to its base model
 PREFIX = "base_model.model."
 FACTOR_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 UNSUPPORTED_DEFAULTS = {

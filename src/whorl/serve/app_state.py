@@ -125,9 +125,10 @@ class AppState:
         Raises:
             ApiError: 404, no such model.
         """
-        for model in self.models:
-            if name is None or name == model.name or name in model.aliases:
-                return model
+        named = [model for model in self.models if name in (None, model.name)]
+        found = named or [model for model in self.models if name in model.aliases]
+        if named or len(found) == 1:  # two models may share an alias, which then names none
+            return found[0]
         available = ", ".join(repr(model.name) for model in self.models)
         raise ApiError(
             404,
@@ -196,7 +197,9 @@ class AppState:
         """
         if (grammar := request.grammar) is None:
             return None
-        compile_grammar = getattr(self.worker.engine, "compile_grammar", None)
+        engine: Any = self.worker.engine
+        engine = getattr(engine, "engines", {}).get(request.model, engine)
+        compile_grammar = getattr(engine, "compile_grammar", None)
 
         def compile_checked() -> Any:
             self._grammar_checker.check(grammar)

@@ -47,22 +47,22 @@ class ServeConfig(BaseModel):
 
 
 class ServedModelConfig(BaseModel):
-    """The served model, and how it is loaded."""
+    """The served models, and how they are loaded."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str | None = Field(
         default=None, description="name of the model in the API; default: that of the artifact"
     )
-    embedder: str | None = Field(
-        default=None,
-        description="an embedder to serve with the model",
-        json_schema_extra={"metavar": "ARTIFACT"},
-    )
     adapter: list[str] = Field(
         default=[],
-        description="a LoRA adapter, served as model NAME; may be repeated",
-        json_schema_extra={"metavar": "NAME=FOLDER"},
+        description="a LoRA adapter of the model, served under its own name or NAME; may be repeated",
+        json_schema_extra={"metavar": "[NAME=]ARTIFACT|FOLDER"},
+    )
+    chat_template: Path | None = Field(
+        default=None,
+        description="a chat template in Jinja, in place of the model's",
+        json_schema_extra={"metavar": "FILE"},
     )
     max_model_len: int | None = Field(
         default=None,
@@ -73,7 +73,7 @@ class ServedModelConfig(BaseModel):
     kv_cache_memory: float | None = Field(
         default=None,
         ge=0.001,
-        description="memory of the KV cache; default: a quarter of the free memory",
+        description="memory of the KV caches of all models together; default: a quarter of the free memory",
         json_schema_extra={"metavar": "GB"},
     )
     prompt_lookup: bool = Field(

@@ -107,14 +107,16 @@ class TokenEncoder:
         self.prefix_id = _prefix_id(tokenizer)
 
     @classmethod
-    def load(cls, folder: Path, add_bos: bool | None = None) -> TokenEncoder:
-        """Load the tokenizer and the chat template of a model's folder.
+    def load(
+        cls, folder: Path, add_bos: bool | None = None, chat_template: Path | None = None
+    ) -> TokenEncoder:
+        """Load the tokenizer and the chat template of a model's folder. chat_template: a file that replaces the template.
 
         Raises:
             DataError: a file is missing or damaged.
         """
         tokenizer = load_tokenizer(folder)
-        return cls(tokenizer, load_chat_template(folder, tokenizer), add_bos)
+        return cls(tokenizer, load_chat_template(folder, tokenizer, chat_template), add_bos)
 
     def require_end(self) -> int:
         """Return the id that ends a text.

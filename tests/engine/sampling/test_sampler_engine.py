@@ -41,6 +41,32 @@ def text_of(deltas: list[Delta]) -> bytes:
     return b"".join(delta.text for delta in deltas)
 
 
+@pytest.mark.parametrize("prefix", [b"", b"ab"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_min_tokens_comes_before_stop_ids_and_stop_strings(drafts: bool, prefix: bytes) -> None:
+    one = engine(proposer=PromptLookup()) if drafts else engine()
+    sampling = [SamplingParams(temperature=t, seed=3, logit_bias={49: 9.0, 2: 9.0}) for t in (0.0, 2.0)]
+    fields: dict[str, Any] = {"stop_ids": {49}, "max_tokens": 30, "forced_prefix": prefix}
+    for n in (0, 1, 7):
+        for number, each in enumerate(sampling):
+            one.add(request(f"{n} {number}", (3, 2, 2, 2, 2), sampling=each, min_tokens=n, **fields))
+            one.add(
+                request(f"stop {n} {number}", (3, 2, 2), sampling=each, min_tokens=n, stop=(b"c",), **fields)
+            )
+    found = drain(one)
+    for n in (0, 1, 7):
+        for number in range(2):
+            skipped = len(prefix)  # ids of the forced prefix, one for each byte or less
+            ids = tokens_of(found[f"{n} {number}"])
+            assert all(token.id != 49 for token in ids[:n]) and len(ids) >= n
+            assert len(text_of(found[f"stop {n} {number}"])) >= n
+            assert len(ids) <= 30 + skipped
+    assert text_of(found["stop 0 0"]) == b"" or prefix
+    ended = engine()
+    ended.add(request("g", (1, 2), grammar=Grammar(regex="ab"), stop_ids={49}, max_tokens=30, min_tokens=9))
+    assert text_of(drain(ended)["g"]) == b"ab"  # the grammar ends before
+
+
 @pytest.mark.parametrize("drafts", [False, True])
 def test_engine_samples_as_without_cache(drafts: bool) -> None:
     mixed = engine(proposer=PromptLookup()) if drafts else engine()

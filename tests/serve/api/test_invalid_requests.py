@@ -49,7 +49,7 @@ INVALID_VALUES: list[tuple[str, str, list[Any]]] = [
     ("responses", "previous_response_id", ["resp_1"]),
     ("responses", "input", ["word " * 1000]),
     ("embeddings", "input", [[], ["a", ""], [10**6]]),
-    ("embeddings", "dimensions", [8]),
+    ("embeddings", "dimensions", [0, "8", 1 << 20]),
 ]
 # Path, changed fields, and the parameter that the error names (None: any).
 INVALID_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [

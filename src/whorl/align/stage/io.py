@@ -23,7 +23,7 @@ from whorl.evals import grading
 from whorl.evals.grading import VerifiableTask
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, load_model, save_model
-from whorl.models.lora import load_lora, merge_lora, save_lora
+from whorl.models.lora import ADAPTER, load_lora, merge_lora, save_lora
 from whorl.tokens.token_encoder import TokenEncoder
 
 COPIED_FILES = (
@@ -34,7 +34,6 @@ COPIED_FILES = (
     "generation_config.json",
     "tokenizer.model",
 )
-ADAPTER = "adapter"
 
 
 def load_stage_model(folder: Path, config: StageConfig, machine: Machine) -> LanguageModel:

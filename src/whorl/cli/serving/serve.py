@@ -1,4 +1,4 @@
-"""`whorl serve`: a model over HTTP, with a chat page."""
+"""`whorl serve`: models over HTTP, with a chat page."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def _configs() -> Configs:
 @config_options(_configs)
 def serve(
     model: Annotated[
-        str,
+        list[str],
         typer.Argument(
-            metavar="MODEL",
-            help="An artifact (quickstart/pretrain), or a folder in the format of transformers.",
+            metavar="MODEL...",
+            help="An artifact (quickstart/pretrain), or a folder in the format of transformers; several share the memory.",
         ),
     ],
     server: ServeConfig,
@@ -51,7 +51,7 @@ def serve(
     processes: ServerProcessesConfig,
     store: StoreOption = None,
 ) -> None:
-    """Serve a model: a chat page and an API compatible with OpenAI's.
+    """Serve models: a chat page and an API compatible with OpenAI's.
 
     The page is at the printed address, the state of the engine at /engine. Ctrl-C finishes running requests first.
 
@@ -61,7 +61,9 @@ def serve(
 
         whorl serve ./Qwen3-0.6B --max-model-len 8192 --kv-cache-memory 4 --weight-dtype int8
 
-        whorl serve ./Qwen3-0.6B --adapter sql=./sql-lora
+        whorl serve ./Qwen3-0.6B --adapter chat/sft --adapter sql=./sql-lora
+
+        whorl serve quickstart/pretrain ./Qwen3-0.6B my/embedder
 
         whorl serve mine/pretrain --draft mine/draft
 
@@ -88,7 +90,7 @@ def serve(
     with serve_extra():
         from whorl.serve.server import bind_socket, check_auth_required
     if processes.manifest is not None:
-        _print_manifest(model, server, engine, processes, store)
+        _print_manifest(model[0], server, engine, processes, store)
         return
     check_auth_required(server, processes.no_auth)
     if processes.replicas > 1:
@@ -98,21 +100,20 @@ def serve(
     from whorl.serve.app_state import AppState
     from whorl.serve.server import run_server as run
     from whorl.serve.worker.model_entry import ServedModel
-    from whorl.serve.worker.model_loading import ModelLocation, load_embedder
+    from whorl.serve.worker.several_models import find_models
 
-    listening = bind_socket(server)  # before the model is loaded, so that a used port is reported at once
+    listening = bind_socket(server)  # before a model is loaded, so that a used port is reported at once
+    single = {"--name": served.name, "--adapter": served.adapter, "--chat-template": served.chat_template,
+              "--draft": served.draft, "--prefill": processes.prefill, "--decode": processes.decode}  # fmt: skip
+    places = find_models(model, store, served.name, [option for option, value in single.items() if value])
     machine = probe(dtype=served.dtype, threads=served.threads)
     machine.apply()
-    draft = ModelLocation(served.draft, store) if served.draft else None
-    models, made = _load_models(
-        ModelLocation(model, store, served.name), draft, machine, server, served, engine, processes
-    )
-    if served.embedder is not None:
-        models.append(load_embedder(ModelLocation(served.embedder, store), machine))
+    models, made = _load_models(places, machine, server, served, engine, processes)
 
     def ready(url: str) -> None:
+        for one in models:
+            print(f"serving {one.name}: context {one.max_model_len:,} tokens", file=sys.stderr)
         first = models[0]
-        print(f"serving {first.name}: context {first.max_model_len:,} tokens", file=sys.stderr)
         if isinstance(first, ServedModel) and not first.chat_template.is_trained:
             print("the model has no trained chat template: the page completes text", file=sys.stderr)
 
@@ -124,35 +125,27 @@ def serve(
 
 
 def _load_models(
-    place: ModelLocation,
-    draft: ModelLocation | None,
+    places: list[ModelLocation],
     machine: Machine,
     server: ServeConfig,
     served: ServedModelConfig,
     engine: EngineConfig,
     processes: ServerProcessesConfig,
 ) -> tuple[list[ServedModel | ServedEmbedder], Any]:
-    """Return the entries of the model and its engine, or of an embedder and None."""
+    """Return the entries of the models, and the engine that runs all of them; None with embedders alone."""
     from whorl.engine.speculation.load import Speculation
-    from whorl.serve.worker.disaggregated_model import ModelEngineFactory, load_disaggregated_model
-    from whorl.serve.worker.model_loading import load_embedder
+    from whorl.serve.worker.disaggregated_model import ModelEngineFactory
+    from whorl.serve.worker.model_loading import ModelLocation
+    from whorl.serve.worker.several_models import load_models
 
-    speculation = Speculation(
-        served.prompt_lookup, draft.folder if draft else None, served.multi_token, served.max_drafts
-    )
-    n_prefill, n_decode = processes.prefill, processes.decode
-    if place.kind != "model" and not (n_prefill or n_decode):
-        return [load_embedder(place, machine)], None
+    draft = ModelLocation(served.draft, places[0].store).folder if served.draft else None
+    speculation = Speculation(served.prompt_lookup, draft, served.multi_token, served.max_drafts)
     memory = None if served.kv_cache_memory is None else int(served.kv_cache_memory * 1e9)
     make = ModelEngineFactory(
-        place, machine, engine.model_copy(update={"slo_tpot": server.slo_tpot}), served.max_model_len, memory,
-        tuple(served.adapter), speculation,
+        places[0], machine, engine.model_copy(update={"slo_tpot": server.slo_tpot}), served.max_model_len, memory,
+        tuple(places[0].adapter(text) for text in served.adapter), served.chat_template, speculation,
     )  # fmt: skip
-    if n_prefill or n_decode:
-        models, disaggregated = load_disaggregated_model(make, n_prefill, n_decode)
-        return [*models], disaggregated
-    entries, one = make.load()
-    return [*entries], one
+    return load_models(places, make, processes.prefill, processes.decode)
 
 
 def _print_manifest(

@@ -6,6 +6,8 @@ overhead, so a decoding sequence takes a short path.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -97,11 +99,14 @@ def _previous_ids(schedule: Schedule, ngram_context: int) -> Tensor:
 def _sampler_row(sequence: Sequence, k: int) -> SamplerRow:
     """Return the sampler input for the token after `k` drafts."""
     request = sequence.request
-    penalized = request.sampling.has_penalties
+    penalized, sampling = request.sampling.has_penalties, request.sampling
+    if sequence.n_output + k - sequence.n_forced < request.min_tokens:
+        bias = {**sampling.logit_bias, **dict.fromkeys(request.stop_ids, -math.inf)}
+        sampling = sampling.model_copy(update={"logit_bias": bias})
     if penalized and sequence.token_counts is None:
         sequence.token_counts = TokenCounts(request.ids)
     return SamplerRow(
-        sampling=request.sampling,
+        sampling=sampling,
         prompt=request.ids,
         output=sequence.ids[sequence.n_prompt :] + sequence.drafts[:k] if penalized else (),
         seed=sequence.seed,

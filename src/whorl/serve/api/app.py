@@ -34,7 +34,9 @@ from whorl.serve.app_state import LARGE_BODY_BYTES, AppState
 from whorl.serve.errors import OrjsonResponse
 from whorl.serve.middleware.admission import AdmissionMiddleware
 from whorl.serve.page_files import add_page_routes
+from whorl.serve.worker.engine_group import engine_of
 from whorl.serve.worker.engine_state import engine_counters, engine_snapshot, evicted_tokens
+from whorl.serve.worker.model_entry import ServedModel
 
 LARGE_WORK_THREADS = (
     2  # parsing and encoding of large requests; more would compete for the interpreter's lock
@@ -222,12 +224,15 @@ def _add_monitoring_routes(app: FastAPI, state: AppState) -> None:
         return Response(state.metrics.exposition, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/engine/state", tags=["monitoring"])
-    async def engine_state() -> Response:
-        snapshot = await state.worker.call(engine_snapshot) if state.worker.error is None else {}
-        config = state.config
+    async def engine_state(model: str | None = None) -> Response:
+        shown, config = state.find_model(model), state.config
+        name = shown.engine if isinstance(shown, ServedModel) else ""
+        snapshot = {}
+        if state.worker.error is None:
+            snapshot = await state.worker.call(lambda engine: engine_snapshot(engine_of(engine, name)))
         return OrjsonResponse(
             {
-                "model": state.models[0].name,
+                "model": shown.name,
                 "status": state.status,
                 "uptime": round(time.time() - state.start_time, 3),
                 "slo": {"ttft": config.slo_ttft, "tpot": config.slo_tpot},

@@ -83,7 +83,7 @@ async def _chat_chunks(
 def _chat_logprobs(parsed: ParsedRequest, tokenizer: AnyTokenizer, delta: TextDelta) -> dict[str, Any] | None:
     if parsed.n_top is None:
         return None
-    return {"content": chat_log_probs(delta.tokens, tokenizer), "refusal": None}
+    return {"content": chat_log_probs(delta.tokens, tokenizer, parsed.n_top), "refusal": None}
 
 
 CHAT = ResponseForm("chatcmpl", "chat.completion", "chat.completion.chunk", _chat_choices, _chat_chunks)

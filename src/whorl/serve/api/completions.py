@@ -26,6 +26,7 @@ from whorl.serve.api.response_formatting import (
     concat_logprobs,
     merge_streams,
     n_logprobs,
+    prompt_logprobs,
     response_head,
     usage,
 )
@@ -80,9 +81,17 @@ async def respond(
 
     async def work() -> list[bytes]:
         outputs = [await reader.read_all() for reader in readers]
+        whole = dict[str, Any]()
+        if form is not COMPLETION and parsed.n_prompt_top is not None:  # a conversation has one prompt
+            whole["prompt_logprobs"] = _prompt_logprobs(parsed, 0, served.tokenizer, outputs[0])
         return await encode_json(
             sum(n_logprobs(output) for output in outputs),
-            lambda: {**head, "choices": form.choices(parsed, served.tokenizer, outputs), "usage": counts()},
+            lambda: {
+                **head,
+                "choices": form.choices(parsed, served.tokenizer, outputs),
+                "usage": counts(),
+                **whole,
+            },
         )
 
     if in_chunks:
@@ -148,7 +157,14 @@ def _completion_choice(
         else:
             log_probs = scores.output_logprobs(tokens, delta.prompt_bytes)
     finish = "length" if parsed.no_output else delta.finish
-    return {"index": 0, "text": echo + text, "logprobs": log_probs, "finish_reason": finish}
+    choice = {"index": 0, "text": echo + text, "logprobs": log_probs, "finish_reason": finish}
+    if parsed.n_prompt_top is not None:
+        choice["prompt_logprobs"] = _prompt_logprobs(parsed, number, tokenizer, delta)
+    return choice
+
+
+def _prompt_logprobs(parsed: ParsedRequest, number: int, tokenizer: AnyTokenizer, delta: TextDelta) -> Any:
+    return prompt_logprobs(parsed.prompts[number].ids, delta, parsed.n_prompt_top or 0, tokenizer)
 
 
 def _echo_text(parsed: ParsedRequest, index: int) -> str:

@@ -38,7 +38,9 @@ async def create_embeddings(state: AppState, body: EmbeddingsRequest, http: Http
         )
 
     async def work() -> dict[str, Any]:
-        vectors = [await _embed_ids(state, model, ids, client_id(http)) for ids in texts]
+        vectors = [
+            _cut(await _embed_ids(state, model, ids, client_id(http)), body.dimensions) for ids in texts
+        ]
         data = [
             {"object": "embedding", "index": i, "embedding": _encode_vector(vector, body.encoding_format)}
             for i, vector in enumerate(vectors)
@@ -114,6 +116,18 @@ async def _embed_ids(
 ) -> list[float]:
     assert model.embed is not None
     return await state.worker.compute(client, model.embed(ids))
+
+
+def _cut(vector: list[float], dimensions: int | None) -> list[float]:
+    """Return the first numbers of an embedding, as a unit vector. Raises ApiError: it has fewer."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    if dimensions > len(vector):
+        message = f"dimensions is {dimensions:,}; this model's embeddings have {len(vector):,}"
+        raise ApiError(400, message, param="dimensions", code="invalid_value")
+    part = np.asarray(vector[:dimensions])
+    cut: list[float] = (part / max(np.linalg.norm(part), 1e-12)).tolist()
+    return cut
 
 
 def _encode_vector(vector: list[float], form: str | None) -> list[float] | str:

@@ -7,9 +7,9 @@ cannot affect the output (`user`, `metadata`, `safety_identifier`, `prompt_cache
 The schema of /openapi.json also states the limits that are checked outside of the types (`in_schema`), because a wrong item
 of a union would give an error about another branch. Limits of a server are not in it: context, vocabulary, choices.
 
-Extensions: top_k, min_p, repetition_penalty (named as in other servers), regex and grammar (constraints of the output),
-priority (lower is served first), ignore_eos (for benchmarks), token_healing (docs/tokens.md; completions only), steps and
-reveal (masked diffusion, docs/generative.md).
+Extensions: top_k, min_p, min_tokens, repetition_penalty, prompt_logprobs, structured_outputs (named as in vLLM); regex and
+grammar (constraints of the output), priority (lower is served first), ignore_eos (for benchmarks). Completions have
+token_healing (docs/tokens.md). Masked diffusion has steps and reveal (docs/generative.md).
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ ONE_INPUT_RULE: dict[str, Any] = {
     ]
 }
 
+FORMS = ("json", "regex", "choice", "grammar")
+ONE_FORM_RULE: dict[str, Any] = {
+    "oneOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in FORMS]
+}
+
 
 class StrictModel(BaseModel):
     """Forbids unknown fields and type conversion."""
@@ -63,6 +68,27 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool = (
         False  # accepted and ignored: padding against traffic analysis is the task of a proxy
     )
+
+
+class StructuredOutputs(StrictModel):
+    """A constraint of the output: one of four forms."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, populate_by_name=True, json_schema_extra=ONE_FORM_RULE
+    )
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json", description="a JSON schema")
+    regex: str | None = Field(default=None, max_length=65536)
+    choice: FastList[NonEmptyText] | None = Field(default=None, min_length=1, max_length=1024)
+    grammar: str | None = Field(default=None, max_length=65536, description="in Lark's syntax")
+
+    @model_validator(mode="after")
+    def _check_one_form(self) -> StructuredOutputs:
+        if sum(form is not None for form in (self.json_, self.regex, self.choice, self.grammar)) != 1:
+            raise ValueError("structured_outputs: give one of json, regex, choice and grammar")
+        if self.choice is not None and not all(self.choice):
+            raise ValueError("structured_outputs.choice: a text is empty")
+        return self
 
 
 class GenerationRequest(StrictModel):
@@ -90,6 +116,13 @@ class GenerationRequest(StrictModel):
     stream_options: StreamOptions | None = None
     regex: str | None = Field(default=None, max_length=65536, description="pattern of the whole output")
     grammar: str | None = Field(default=None, max_length=65536, description="in Lark's syntax")
+    structured_outputs: StructuredOutputs | None = None
+    min_tokens: int | None = Field(
+        default=None, ge=0, lt=1 << 31, description="no end of the output before; at most max_tokens"
+    )
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=20, description="alternatives of each prompt token; not with stream"
+    )
     priority: int | None = Field(default=None, ge=-1000, le=1000)
     ignore_eos: bool | None = None
     user: str | None = None
@@ -100,6 +133,8 @@ class GenerationRequest(StrictModel):
             raise ValueError(f"stop: at most {MAX_STOPS} texts")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not with stream")
         return self
 
 
@@ -299,6 +334,7 @@ class EmbeddingsRequest(StrictModel):
     model: str = Field(min_length=1)
     input: NonEmptyText | ListOfNonEmptyTexts | NonEmptyIds | ListOfIds
     encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1, description="first numbers of each embedding")
     user: str | None = None
 
 

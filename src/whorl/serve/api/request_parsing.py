@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import orjson
 from pydantic import ValidationError
 
-from whorl.engine.request import Grammar, Request
+from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import shorten
 from whorl.serve.api.protocol import (
@@ -29,7 +28,7 @@ from whorl.serve.api.protocol import (
     Tool,
     ToolChoice,
 )
-from whorl.serve.api.tools import tool_choice_grammar
+from whorl.serve.api.tools import output_grammar, tool_choice_grammar
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
 from whorl.serve.worker.model_entry import ServedModel
@@ -57,7 +56,8 @@ class ParsedPrompt:
 class ParsedRequest:
     """Engine requests of one body: `best_of` for each prompt, in the order of the prompts. The best `n` are returned.
 
-    n_top: alternatives of each token in the response; None: a response without log-probabilities.
+    n_top: alternatives of each token in the response; None: a response without log-probabilities. n_prompt_top: the same of
+    the prompt (`prompt_logprobs`).
     include_usage: in the last chunk of a stream. echo: the text begins with the prompt. no_output: `max_tokens` is 0.
     tool_parser: makes the parser of one reply's tool calls; None: a reply has none. max_calls: calls of a reply.
     """
@@ -72,6 +72,7 @@ class ParsedRequest:
     no_output: bool = False
     tool_parser: Callable[[], ToolCallParser] | None = None
     max_calls: int | None = None
+    n_prompt_top: int | None = None
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -92,8 +93,9 @@ def parse_completion(
         raise ApiError(400, f"best_of is {best} and n is {n}: best_of must be at least n", param="best_of")
     if best > n and body.stream:
         raise ApiError(400, "best_of: cannot be used with stream", param="best_of")
-    scoring = bool(body.echo and body.logprobs is not None)
-    plain = served.heals and not scoring and body.grammar is None and body.regex is None
+    scoring = bool(body.echo and body.logprobs is not None) or body.prompt_logprobs is not None
+    grammar = output_grammar(body)
+    plain = served.heals and not scoring and grammar is None
     given = _prompt_list(body.prompt)
     _check_sequence_count(best * len(given), config, "best_of" if body.best_of else "n")
     prompts = [_prompt(p, served, plain and body.token_healing is not False) for p in given]
@@ -107,14 +109,15 @@ def parse_completion(
         )
         one = _request(
             body, served, prompt.ids, max_tokens=max_tokens, stop_ids=frozenset(served.tokenizer.end_ids), client=client,
-            grammar=_output_grammar(body), forced_prefix=prompt.required, top_log_probs=body.logprobs or 0,
+            grammar=grammar, forced_prefix=prompt.required, top_log_probs=max(body.logprobs or 0, body.prompt_logprobs or 0),
             prompt_log_probs=scoring, suffix=tuple(suffix),
         )  # fmt: skip
         requests += _copies(one, best)
     _check_logprobs(requests, body.logprobs, "max_tokens")
     return ParsedRequest(
-        prompts, requests, best, n, body.logprobs, _includes_usage(body), bool(body.echo), requested == 0
-    )
+        prompts, requests, best, n, body.logprobs, _includes_usage(body), bool(body.echo), requested == 0,
+        n_prompt_top=body.prompt_logprobs,
+    )  # fmt: skip
 
 
 def parse_chat(
@@ -130,7 +133,7 @@ def parse_chat(
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(400, "give max_completion_tokens or max_tokens, not both", param="max_tokens")
     choice = body.tool_choice
-    grammar = _output_grammar(body)
+    grammar = output_grammar(body)
     forced = tool_choice_grammar(body.tools or [], choice)
     if forced is not None:
         if grammar is not None:
@@ -148,7 +151,8 @@ def parse_chat(
     n_top = body.top_logprobs or 0
     one = _request(
         body, served, ids, max_tokens=max_tokens, stop=served.chat_template.stop, stop_ids=served.chat_template.stop_ids,
-        client=client, grammar=grammar, top_log_probs=n_top,
+        client=client, grammar=grammar, top_log_probs=max(n_top, body.prompt_logprobs or 0),
+        prompt_log_probs=body.prompt_logprobs is not None,
     )  # fmt: skip
     requests = _copies(one, n)
     shown = n_top if body.logprobs else None
@@ -157,6 +161,7 @@ def parse_chat(
     return ParsedRequest(
         [ParsedPrompt(ids, b"", len(ids))], requests, n, n, shown, _includes_usage(body),
         tool_parser=parser if tools else None, max_calls=1 if body.parallel_tool_calls is False else None,
+        n_prompt_top=body.prompt_logprobs,
     )  # fmt: skip
 
 
@@ -208,6 +213,11 @@ def _request(
 ) -> Request:
     """Return the request of one sequence. stop, stop_ids: of the model; the body adds its own. fields: of `Request`."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if (body.min_tokens or 0) > fields["max_tokens"]:
+        message = (
+            f"min_tokens is {body.min_tokens:,}, and at most {fields['max_tokens']:,} tokens are generated"
+        )
+        raise ApiError(400, message, param="min_tokens", code="invalid_value")
     return Request(
         id=secrets.token_hex(12),
         ids=tuple(ids),
@@ -216,6 +226,8 @@ def _request(
         stop_ids=frozenset() if body.ignore_eos else stop_ids,
         priority=body.priority or 0,
         adapter=served.adapter,
+        model=served.engine,
+        min_tokens=body.min_tokens or 0,
         **fields,
     )
 
@@ -236,10 +248,9 @@ def _includes_usage(body: GenerationRequest) -> bool:
 
 
 def _check_logprobs(requests: Sequence[Request], n_top: int | None, param: str) -> None:
-    """Check that the response does not have more log-probabilities than `MAX_LOGPROBS`; None: it has none."""
-    if n_top is None:
-        return
-    n = sum(r.max_tokens + len(r.ids) * r.prompt_log_probs for r in requests) * (1 + n_top)
+    """Check that the response does not have more log-probabilities than `MAX_LOGPROBS`; None: its output has none."""
+    n = sum(len(r.ids) * (1 + r.top_log_probs) for r in requests if r.prompt_log_probs)
+    n += 0 if n_top is None else sum(r.max_tokens for r in requests) * (1 + n_top)
     if n > MAX_LOGPROBS:
         raise ApiError(
             400,
@@ -284,27 +295,6 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
             )
         out[number] = value
     return out
-
-
-def _output_grammar(body: GenerationRequest) -> Grammar | None:
-    """Return the grammar that constrains the output, or None.
-
-    Raises:
-        ApiError: two fields set a grammar.
-    """
-    grammars: dict[str, Grammar] = {}
-    if body.regex is not None:
-        grammars["regex"] = Grammar(regex=body.regex)
-    if body.grammar is not None:
-        grammars["grammar"] = Grammar(lark=body.grammar)
-    form = body.response_format if isinstance(body, ChatRequest) else None
-    if form is not None and form.type == "json_object":
-        grammars["response_format"] = Grammar(json_schema='{"type":"object"}')
-    if form is not None and form.json_schema is not None:
-        grammars["response_format"] = Grammar(json_schema=orjson.dumps(form.json_schema.schema_).decode())
-    if len(grammars) > 1:
-        raise ApiError(400, f"{' and '.join(grammars)}: give one of them", param=next(iter(grammars)))
-    return next(iter(grammars.values()), None)
 
 
 def _prompt_list(

@@ -177,13 +177,32 @@ def close_all(streams: Sequence[Stream]) -> Callable[[], None]:
     return close
 
 
-def chat_log_probs(tokens: Sequence[Token], tokenizer: AnyTokenizer) -> list[dict[str, Any]]:
+def prompt_logprobs(
+    ids: Sequence[int], delta: TextDelta, n_top: int, tokenizer: AnyTokenizer
+) -> list[dict[str, Any] | None]:
+    """Return log-probabilities of a prompt in vLLM's format: for each token, by id, its own and the most likely ones.
+
+    The first token has none. A rank is that among the returned alternatives; that of a less likely token is null.
+    """
+    scores, found = delta.prompt_log_probs, list[dict[str, Any] | None]()
+    found += [None] * (len(ids) - len(scores))
+    alternatives = delta.prompt_alternatives or [()] * len(scores)
+    for i, p, top in zip(ids[len(found) :], scores, alternatives, strict=True):
+        ranks = {other: rank for rank, (other, _) in enumerate(top, 1)}
+        found.append({
+            str(one): {"logprob": _finite(q), "rank": ranks.get(one), "decoded_token": token_text(one, tokenizer)}
+            for one, q in {i: p, **dict(top[:n_top])}.items()
+        })  # fmt: skip
+    return found
+
+
+def chat_log_probs(tokens: Sequence[Token], tokenizer: AnyTokenizer, n_top: int) -> list[dict[str, Any]]:
     """Return log-probabilities in the chat format: one entry per token."""
     return [
         {
             **_logprob_entry(token.id, token.raw_log_prob, tokenizer),
             "sampled_logprob": _finite(token.log_prob),
-            "top_logprobs": [_logprob_entry(i, p, tokenizer) for i, p in token.alternatives],
+            "top_logprobs": [_logprob_entry(i, p, tokenizer) for i, p in token.alternatives[:n_top]],
         }
         for token in tokens
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 
@@ -15,7 +16,13 @@ from whorl.errors import ConfigError
 from whorl.machine.device_probe import Machine
 from whorl.serve.worker.disaggregated import DisaggregatedEngine
 from whorl.serve.worker.model_entry import ServedModel
-from whorl.serve.worker.model_loading import CACHE_MEMORY_FRACTION, ModelLocation, load_generation_model
+from whorl.serve.worker.model_loading import (
+    CACHE_MEMORY_FRACTION,
+    AdapterLocation,
+    ModelLocation,
+    load_generation_model,
+    with_adapters,
+)
 from whorl.tokens.chat import load_chat_template
 from whorl.tokens.hf_tokenizer import load_tokenizer
 
@@ -32,7 +39,8 @@ class ModelEngineFactory:
     config: EngineConfig
     max_model_len: int | None = None
     cache_bytes: int | None = None
-    adapters: tuple[str, ...] = ()
+    adapters: tuple[AdapterLocation, ...] = ()
+    chat_template: Path | None = None
     speculation: Speculation = NO_SPECULATION
 
     def load(self, role: Role | None = None) -> tuple[list[ServedModel], Engine]:
@@ -52,6 +60,7 @@ class ModelEngineFactory:
             max_model_len=self.max_model_len,
             cache_bytes=self.cache_bytes,
             adapters=self.adapters,
+            chat_template=self.chat_template,
             speculation=self.speculation if role != "prefill" else NO_SPECULATION,
             masked=role is None,
         )
@@ -98,9 +107,8 @@ def load_disaggregated_model(
         name=location.names[0],
         aliases=frozenset(location.names[1:]),
         tokenizer=tokenizer,
-        chat_template=load_chat_template(location.folder, tokenizer),
+        chat_template=load_chat_template(location.folder, tokenizer, factory.chat_template),
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_positions,
     )
-    names = [text.partition("=")[0] for text in factory.adapters]
-    return [base, *(replace(base, name=name, aliases=frozenset(), adapter=name) for name in names)], engine
+    return [base, *with_adapters(base, factory.adapters)], engine

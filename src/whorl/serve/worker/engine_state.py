@@ -14,12 +14,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from whorl.engine.engine import Engine
+from whorl.serve.worker.engine_group import EngineGroup
 
+RATIOS = ("acceptance_rate", "cache_hit_rate", "weights_version")  # no sums
 THROUGHPUT_WINDOW_SECONDS = 5.0  # window of the tokens/s value
 
 
 def engine_counters(engine: Any) -> dict[str, float]:
-    """Return counters by name for Prometheus; empty for an object that is not an `Engine`."""
+    """Return counters by name for Prometheus; empty for an object that is not an `Engine`. Those of a group are sums."""
+    if isinstance(engine, EngineGroup):
+        each = [engine_counters(one) for one in engine.engines.values()]
+        return {name: sum(one[name] for one in each) for name in each[0] if name not in RATIOS}
     if not isinstance(engine, Engine):
         return {}
     stats, pools = engine.stats, [group.pool for group in engine.cache.groups]
@@ -50,6 +55,8 @@ def engine_counters(engine: Any) -> dict[str, float]:
 
 def evicted_tokens(engine: Any) -> int:
     """Return the number of positions that the prefix cache has evicted so far; routers use it. Callable from any thread."""
+    if isinstance(engine, EngineGroup):
+        return sum(map(evicted_tokens, engine.engines.values()))
     if not isinstance(engine, Engine):
         return 0
     pool = engine.cache.groups[0].pool

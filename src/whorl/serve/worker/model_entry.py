@@ -24,7 +24,7 @@ class ServedModel:
     """A language model in the API.
 
     name: shown to clients; aliases: other accepted names. max_model_len: positions of prompt and output together.
-    adapter: LoRA adapter of its requests.
+    adapter: LoRA adapter of its requests. engine: name of its engine, where there are several.
     embed: runs in the engine thread; None without embeddings.
     heals: whether it can complete the last token of a prompt; not by masked diffusion.
     """
@@ -36,6 +36,7 @@ class ServedModel:
     max_model_len: int
     aliases: frozenset[str] = frozenset()
     adapter: str | None = None
+    engine: str = ""
     embed: Embed | None = None
     heals: bool = True
     created: int = field(default_factory=lambda: int(time.time()))

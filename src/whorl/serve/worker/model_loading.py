@@ -10,7 +10,7 @@ import gc
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -23,13 +23,21 @@ from whorl.engine.speculation.load import NO_SPECULATION, Speculation, make_prop
 from whorl.errors import ConfigError
 from whorl.evals.model.sampling import open_engine
 from whorl.machine.device_probe import Machine
-from whorl.models.lora import load_lora
+from whorl.models.exchange.safetensors_io import read_json
+from whorl.models.lora import ADAPTER, CONFIG_FILE, load_lora
 from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel, mean_pooled_embedding
 from whorl.store import Store, user_path
 from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tokens.tokenizer import Tokenizer
 
 CACHE_MEMORY_FRACTION = 0.25  # of the free memory
+
+
+class AdapterLocation(NamedTuple):
+    """A LoRA adapter: its names, the displayed one first, and its folder."""
+
+    names: tuple[str, ...]
+    folder: Path
 
 
 class ModelLocation:
@@ -40,7 +48,7 @@ class ModelLocation:
     """
 
     def __init__(self, ref: str, store: str | None, name: str | None = None) -> None:
-        folder = user_path(ref)
+        folder, self.store = user_path(ref), store
         if (folder / "config.json").is_file():
             self.folder, self.kind = folder, "model"
             names = [folder.resolve().name, ref]
@@ -57,6 +65,37 @@ class ModelLocation:
             names = [artifact.name, artifact.name.rpartition("/")[2], ref]
         self.names = list(dict.fromkeys(([name] if name else []) + names))
 
+    def adapter(self, text: str) -> AdapterLocation:
+        """Return the adapter of an option: NAME=FOLDER, NAME=ARTIFACT or ARTIFACT.
+
+        Raises:
+            ConfigError: no name, one that is taken, an artifact without an adapter, or one of another base model.
+            StoreError: no such artifact.
+        """
+        name, equals, ref = text.rpartition("=")
+        folder, names = user_path(ref or " "), [name]
+        if ref and not folder.is_dir():
+            artifact = Store(self.store).open(ref)
+            artifact.check()
+            folder, names = artifact.path / ADAPTER, [artifact.name, artifact.name.rpartition("/")[2], ref]
+            if not folder.is_dir():
+                raise ConfigError(
+                    f"--adapter {text}: {artifact.name} has no adapter", expected="a step with model.lora.merge = false",
+                    do=f"serve the model itself: whorl serve {artifact.name}",
+                )  # fmt: skip
+            base, own = read_json(folder / CONFIG_FILE).get("base_model_name_or_path"), self.folder.resolve()
+            if own != artifact.path and ((own / ADAPTER).is_dir() or own.name != base):
+                raise ConfigError(
+                    f"--adapter {text}: it was trained on {base}, and {self.names[0]} is another model",
+                    expected="its base model", do=f"serve that, or the copy that lies next to the adapter: {artifact.path}",
+                )  # fmt: skip
+        names = [name] if equals else names
+        if not ref or not names[0] or names[0] in self.names:
+            raise ConfigError(
+                f"--adapter {text}", expected="NAME=FOLDER, or NAME=ARTIFACT; the name must be unique"
+            )
+        return AdapterLocation(tuple(dict.fromkeys(names)), folder)
+
 
 def load_generation_model(
     location: ModelLocation,
@@ -65,7 +104,8 @@ def load_generation_model(
     *,
     max_model_len: int | None = None,
     cache_bytes: int | None = None,
-    adapters: Sequence[str] = (),
+    adapters: Sequence[AdapterLocation] = (),
+    chat_template: Path | None = None,
     speculation: Speculation = NO_SPECULATION,
     masked: bool = True,
     **engine_kwargs: Any,
@@ -75,7 +115,7 @@ def load_generation_model(
     Args:
         max_model_len: positions per sequence; by default the length that the model declares. More gives a warning.
         cache_bytes: size of the KV cache; by default a share of the free memory.
-        adapters: NAME=FOLDER for each adapter.
+        chat_template: a file that replaces the model's template.
         speculation: what drafts tokens.
         masked: as of `load_model`.
         engine_kwargs: further arguments of `Engine`.
@@ -83,14 +123,10 @@ def load_generation_model(
     Raises:
         CheckpointError, DataError: a file is missing or damaged. ConfigError: a size is impossible.
     """
-    loras = [text.partition("=") for text in adapters]  # checked before the weights are loaded
-    for text, (name, _, folder) in zip(adapters, loras, strict=True):
-        if not name or not folder or name in location.names:
-            raise ConfigError(f"--adapter {text}", expected="NAME=FOLDER; the name must be unique")
+    encoder = TokenEncoder.load(location.folder, chat_template=chat_template)  # a wrong file is found first
     rows = min(8, config.max_num_seqs)
     model = load_for_sampling(location.folder, machine, batch_size=rows, masked=masked)
     draft = speculation.load_draft(model, machine, rows)
-    encoder = TokenEncoder.load(location.folder)
     gc.collect()
     bound = model.declared_length
     if max_model_len is not None:
@@ -117,11 +153,17 @@ def load_generation_model(
     )
 
     base = served_model(location.names, encoder, engine)
-    models = [base]
-    for name, _, folder in loras:
-        engine.adapters.add(name, load_lora(Path(folder).expanduser(), model))
-        models.append(replace(base, name=name, aliases=frozenset(), adapter=name, embed=None))
-    return models, engine
+    for adapter in adapters:
+        engine.adapters.add(adapter.names[0], load_lora(adapter.folder, model))
+    return [base, *with_adapters(base, adapters)], engine
+
+
+def with_adapters(base: ServedModel, adapters: Sequence[AdapterLocation]) -> list[ServedModel]:
+    """Return the API's entry for each adapter of a model."""
+    return [
+        replace(base, name=name, aliases=frozenset(more), adapter=name, embed=None)
+        for (name, *more), _ in adapters
+    ]
 
 
 def served_model(names: Sequence[str], encoder: TokenEncoder, engine: Engine) -> ServedModel:

@@ -355,14 +355,21 @@ class ChatTemplate:
         return ids
 
 
-def load_chat_template(folder: Path, tokenizer: Tokenizer | HFTokenizer) -> ChatTemplate:
-    """Load the chat template of a model's folder, or the default one.
+def load_chat_template(
+    folder: Path, tokenizer: Tokenizer | HFTokenizer, file: Path | None = None
+) -> ChatTemplate:
+    """Load the chat template of a model's folder, or the default one. file: has a template that replaces it.
 
     Raises:
         DataError: the template cannot be compiled, or a file is damaged.
     """
     source, tokens = read_template(folder)
-    return ChatTemplate(tokenizer, source, tokens)
+    try:
+        return ChatTemplate(tokenizer, source if file is None else file.read_text("utf-8"), tokens)
+    except (DataError, OSError, UnicodeDecodeError) as error:
+        if file is None:
+            raise
+        raise DataError(f"{file}: {error}", expected="a file with a chat template in Jinja") from error
 
 
 def _special_and_added_tokens(tokenizer: Tokenizer | HFTokenizer) -> tuple[dict[str, int], dict[str, int]]:
