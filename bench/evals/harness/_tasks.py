@@ -128,16 +128,20 @@ def write_data(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def write_model(
-    folder: Path, kind: str, *, steps: int, d_model: int = 128, n_layers: int = 2, length: int = 512
-) -> Path:
-    """Write a Llama of `transformers` with a tokenizer, trained for `steps` on the sentences; an existing one is kept."""
+    folder: Path, kind: str, *, steps: int, d_model: int = 128, n_layers: int = 2, length: int = 512,
+    texts: list[str] | None = None, row: int = 96,
+) -> Path:  # fmt: skip
+    """Write a Llama of `transformers` with a tokenizer, trained for `steps`; an existing one is kept.
+
+    texts: default the sentences. row: ids of a training row.
+    """
     import torch
     from tests.support.evals.hf_folders import write_tokenizer
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     if (folder / "config.json").exists():
         return folder
-    texts = sentences()
+    texts = texts or sentences()
     size = write_tokenizer(folder, kind, texts, vocab_size=4096)
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -151,8 +155,8 @@ def write_model(
         ids = tokenizer(" ".join(texts), return_tensors="pt").input_ids[0]
         optimizer, rng = torch.optim.AdamW(model.parameters(), 2e-3), torch.Generator().manual_seed(0)
         for _ in range(steps):
-            starts = torch.randint(len(ids) - 97, (8,), generator=rng)
-            batch = torch.stack([ids[s : s + 96] for s in starts.tolist()])
+            starts = torch.randint(len(ids) - row - 1, (8,), generator=rng)
+            batch = torch.stack([ids[s : s + row] for s in starts.tolist()])
             model(input_ids=batch, labels=batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
