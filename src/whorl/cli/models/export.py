@@ -113,9 +113,8 @@ def write_hf_folder(found: Artifact, target: Path, to: str = "hf", dtype: str | 
 
 def _load_merged(folder: Path) -> LanguageModel:
     """Return the model of a folder, with the adapter of a stage that ran with `lora.merge = false`."""
-    from whorl.align.stage.io import ADAPTER
     from whorl.models import load_model
-    from whorl.models.lora import load_lora, merge_lora
+    from whorl.models.lora import ADAPTER, load_lora, merge_lora
 
     model = load_model(folder)
     if (folder / ADAPTER).is_dir():
