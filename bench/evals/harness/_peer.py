@@ -3,8 +3,8 @@
     PYTHON _peer.py JOB        JOB: a JSON file; the outcome is written to JOB with the suffix .out
 
 A job: side (hf, vllm, api, or whorl for the adapter), arguments (of the model), tasks (folder of YAML files), names, rounds
-(evaluations that are timed), warm (first evaluate `warm` items, uncounted), options (further arguments of
-`simple_evaluate`, such as num_fewshot).
+(evaluations that are timed), warm (first evaluate `warm` items, uncounted). `options` are further arguments of
+`simple_evaluate`, such as num_fewshot.
 
 The outcome: seconds of each round (requests, answers, figures; without loading), results (metric -> value), and the records
 of every scored request if there is one round (`record_tokens`), and the samples as the harness logs them.
