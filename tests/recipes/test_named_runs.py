@@ -18,7 +18,7 @@ from whorl.recipes import recipe as recipe_module
 from whorl.recipes.recipe import Recipe, load_recipe
 from whorl.recipes.runs import matching_runs, read_runs, remove_run
 from whorl.recipes.step_records import StepRecords, read_step_records
-from whorl.recipes.sweep import figures_over_seeds, parse_seeds, seed_settings, training_seeds
+from whorl.recipes.sweep import figures_over_seeds, named, parse_seeds, seed_settings, training_seeds
 from whorl.report.blocks import Card
 from whorl.store import Store
 from whorl.tracking.progress import Progress
@@ -86,7 +86,7 @@ def store(tmp_path: Path) -> Store:
 
 def recipe(*sets: str, name: str | None = None) -> Recipe:
     found = parse_recipe(RECIPE, "r.toml", sets=sets, kinds=KINDS)
-    return found if name is None else found.named(name)
+    return found if name is None else named(found, name)
 
 
 def run(store: Store, *sets: str, name: str | None = None, until: str | None = None) -> RunResult:

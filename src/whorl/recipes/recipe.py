@@ -78,13 +78,6 @@ class Recipe:
     def run_name(self) -> str:
         return self.given_name or self.name
 
-    def named(self, name: str) -> Recipe:
-        """Return the recipe with another name for its run and artifacts. Raises ConfigError."""
-        if not STEP_NAME.fullmatch(name):
-            what = f"--name {shorten(name)}: a run cannot be called that"
-            raise ConfigError(what, expected="letters, digits, _ and -, at most 100")
-        return replace(self, given_name=name)
-
     def permit_code(self) -> None:
         """Permit the data of this run to name the code that the recipe names."""
         permit_code(*self.code)
@@ -244,7 +237,8 @@ class _RecipeParser:
         if not isinstance(code, list) or list(code_named_in(code)) != code:
             raise ConfigError(f"{self.location('code')}: code is {code!r}", expected='["module:attribute"]')
         code = [*code, *code_named_in(tables)]
-        about, changed = str(data.get("about", "")), [*dict.fromkeys(self.flag_of_key.values())]
+        about, base = str(data.get("about", "")), [f"--from {model}"] if model else []
+        changed = [*base, *dict.fromkeys(self.flag_of_key.values())]
         return Recipe(name, about, steps, log, shrunk_sizes, kernels, code, changed)
 
     def kind_of(self, step: str, table: Any) -> StepKind:

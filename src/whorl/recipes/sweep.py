@@ -1,4 +1,4 @@
-"""One run of a recipe for each of several seeds, and the mean of their figures (`whorl run --seeds`).
+"""Names of runs, one run of a recipe for each of several seeds, and the mean of their figures (`whorl run --seeds`).
 
 A seed belongs to the steps that train: data, plan, tokenizer, tasks and evaluation are the same for all. A seed that `--set`
 gives stays.
@@ -7,14 +7,15 @@ gives stays.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, shorten
+from whorl.recipes.recipe import STEP_NAME, Recipe
 from whorl.report.blocks import EMPTY
 from whorl.report.format import NBSP, format_number
 
 if TYPE_CHECKING:
-    from whorl.recipes.recipe import Recipe
     from whorl.store import Artifact
 
 # Kinds of artifacts with trained weights. `agents` has several seeds; that of `text_classifier` also splits the texts.
@@ -30,6 +31,14 @@ def training_seeds(recipe: Recipe) -> dict[str, int]:
             plan: Any = recipe.steps.get(step.parents.get("plan", ""), step)
             found[step.name] = step.config.seed if step.config.seed is not None else plan.config.seed or 0
     return found
+
+
+def named(recipe: Recipe, name: str) -> Recipe:
+    """Return the recipe with another name for its run and artifacts. Raises ConfigError."""
+    if not STEP_NAME.fullmatch(name):
+        what = f"--name {shorten(name)}: a run cannot be called that"
+        raise ConfigError(what, expected="letters, digits, _ and -, at most 100")
+    return replace(recipe, given_name=name)
 
 
 def parse_seeds(text: str) -> list[int]:

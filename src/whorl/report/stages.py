@@ -80,17 +80,17 @@ def stage_report(
     blocks += event_table(curve, SECTION, f"{name}: events")
     if samples:
         blocks += _answers(name, samples, summary.get("tasks", {}).get("test"))
-    cards = []
-    if "accuracy" in measured.get("after", {}):
-        more = f"{format_percent(measured['before']['accuracy'])} before {name}"
+    cards, after = [], measured.get("after", {})
+    key, how = ("accuracy", "") if "accuracy" in after else ("accuracy_greedy", ", greedy")
+    if key in after:
+        more = f"{format_percent(measured['before'][key])} before {name}"
         if criterion:
             more += f"; a pass: {criterion}"
-        share = measured["after"]["accuracy"]
-        cards.append(percent_card("Accuracy on held-out tasks", share, more))
-    elif "held_out_nll" in measured.get("after", {}):
-        before, after = (measured[when]["held_out_nll"] for when in ("before", "after"))
-        more = f"nats per token; {before:.3f} before {name}"
-        cards.append(Card(label="Loss of held-out texts", value=f"{after:.3f}", more=more, number=after))
+        cards.append(percent_card(f"Accuracy on held-out tasks{how}", after[key], more))
+    if (loss_after := after.get("held_out_nll")) is not None:
+        more = f"nats per token; {measured['before']['held_out_nll']:.3f} before {name}"
+        value = f"{loss_after:.3f}"
+        cards.append(Card(label="Loss of held-out texts", value=value, more=more, number=loss_after))
     return StepReport(cards=cards, blocks=blocks)
 
 

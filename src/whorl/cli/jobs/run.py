@@ -94,7 +94,7 @@ def run(
     request_huge_pages()  # before an import below loads torch
     from whorl.cli.text_table import print_table
     from whorl.recipes import load_recipe, run_recipe
-    from whorl.recipes.sweep import figures_over_seeds, parse_seeds, seed_settings
+    from whorl.recipes.sweep import figures_over_seeds, named, parse_seeds, seed_settings
     from whorl.store import Store
     from whorl.tracking.dashboard import Dashboard
     from whorl.tracking.progress import Progress, format_duration
@@ -102,10 +102,10 @@ def run(
 
     load = partial(load_recipe, recipe, budget=budget, deterministic=deterministic, model=model)
     loaded = load(sets=sets or ())
-    recipes = [loaded if name is None else loaded.named(name)]
+    recipes = [loaded if name is None else named(loaded, name)]
     if seeds is not None:
         recipes = [
-            load(sets=seed_settings(loaded, seed, sets or ())).named(f"{recipes[0].run_name}-seed{seed}")
+            named(load(sets=seed_settings(loaded, seed, sets or ())), f"{recipes[0].run_name}-seed{seed}")
             for seed in parse_seeds(seeds)
         ]
     progress, results = Progress(), []
