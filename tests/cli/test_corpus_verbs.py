@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.corpus.ingest.test_own_folder import write_folder
 from tests.support.cli import refuse as refuse_in
 from tests.support.cli import succeed as succeed_in
 
@@ -87,6 +88,16 @@ def test_verbs_refuse_what_is_missing(pages: Path) -> None:
     assert "no document was dropped for 'short'" in refuse("corpus", "show", "short")
     assert "mine" in refuse("corpus", "stats", "--corpus", "mine", code=1)
     assert "cannot be read" in refuse("corpus", "filter", "--query", "none.sql")
+
+
+def test_folder_with_a_file_of_each_kind_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "own")
+    printed = succeed("corpus", "ingest", "own")
+    assert "12 documents" in printed and "records in quarantine: 4 (3 secret, 1 ragged)" in printed
+    why = succeed("corpus", "why", ".env")
+    assert "quarantined: secret" in why and "hunter2" not in why
+    assert "hunter2" not in str([p.read_bytes() for p in (tmp_path / ".whorl").rglob("*") if p.is_file()])
 
 
 NOUNS = [

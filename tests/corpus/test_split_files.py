@@ -70,7 +70,7 @@ def test_few_files_are_divided(
 def test_text_file_of_any_size_is_read_in_pieces(
     tmp_path: Path, n_small: int, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("whorl.corpus.ingest"), "SPLIT_READ_BYTES", 100_000)
+    monkeypatch.setattr(import_module("whorl.corpus.readers"), "SPLIT_READ_BYTES", 100_000)
     text = "\ufeff" + book(250_000) + "字" * 50_000 + "\n" + book(50_000, 1)
     (tmp_path / "in").mkdir()
     data = text.encode()

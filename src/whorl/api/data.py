@@ -16,7 +16,7 @@ from torch import Tensor
 from whorl.api.arguments import as_path, invalid, require_encodable
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document
-from whorl.corpus.readers import read_documents
+from whorl.corpus.readers import read_file
 from whorl.corpus.sources import KNOWN_SOURCES, list_files
 from whorl.data.files import is_url
 from whorl.errors import ConfigError, DataError, shorten
@@ -103,16 +103,12 @@ def write_text_split(
 
 def _documents(data: Any) -> Iterable[Document]:
     given = [data] if isinstance(data, str | Path) else list(data)
-    config = IngestConfig()
+    config = IngestConfig(split_bytes=IngestConfig().max_document_bytes)
     for number, item in enumerate(given):
         if isinstance(item, Path) or _is_source(item, alone=item is data):
             files, _ = list_files(IngestConfig(sources=[as_path("data", item)]))
             for file in files:
-                for found in read_documents(
-                    file, text_field=config.text_field, max_bytes=config.max_document_bytes
-                ):
-                    if isinstance(found, Document):
-                        yield found
+                yield from (found for found in read_file(file, config) if isinstance(found, Document))
         else:
             yield Document(
                 f"text-{number}", "texts", f"{number}.txt", None, 0, item, len(item.encode()), None

@@ -89,7 +89,7 @@ class IngestConfig(ExecutorConfig):
         default=4_000_000,
         ge=1,
         le=64_000_000,
-        description="of a document; longer text files are divided, longer records quarantined",
+        description="longer text files are divided, records quarantined",
     )
     split_bytes: int | None = Field(
         default=None,

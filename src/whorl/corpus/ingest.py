@@ -45,9 +45,8 @@ from whorl.corpus.mapreduce import (
 )
 from whorl.corpus.provenance.catalog import Catalog, CatalogFile, media_type
 from whorl.corpus.provenance.hashes import ContentHashes
-from whorl.corpus.readers import read_documents
+from whorl.corpus.readers import read_file
 from whorl.corpus.sources import (
-    SPLIT_READ_BYTES,
     SourceFile,
     exceeds_limit,
     file_versions,
@@ -55,11 +54,10 @@ from whorl.corpus.sources import (
     is_content_hash,
     list_files,
     readable_path,
-    split_size,
     with_split_size,
 )
 from whorl.data.files import is_url
-from whorl.data.formats import SUFFIXES, format_name, open_format, table_formats
+from whorl.data.formats import SUFFIXES, format_name, open_format
 from whorl.data.formats.format import DAMAGE
 from whorl.data.quarantine import BadRecordError, Quarantine
 from whorl.errors import DataError
@@ -286,7 +284,7 @@ def read_block(
         for location, part in zip(inputs[:n_parts], arguments["parts"], strict=True):
             path = os.fsdecode(bytes.fromhex(part["file"]["path"]))
             file = SourceFile(**{**part["file"], "path": path}, location=location, modified_ns=0)
-            for record in _read_part(FilePart(file, part["start"], part["stop"], part["size"]), settings):
+            for record in read_file(file, settings, part["start"], part["stop"]):
                 if links is not None and isinstance(record, Document):
                     record = _checked_link(record, links)
                 stats.add(record)
@@ -295,16 +293,6 @@ def read_block(
                 else:
                     quarantine.store(record)
     return vars(stats)
-
-
-def _read_part(part: FilePart, config: IngestConfig) -> Iterator[Document | RejectedDocument]:
-    formats = table_formats(part.file.location, config.formats, config.text_field)
-    config = config.model_copy(update={"formats": formats})
-    return read_documents(
-        part.file, text_field=config.text_field, formats=config.formats, start=part.start, stop=part.stop,
-        max_bytes=config.max_document_bytes, split_bytes=split_size(part.file, config),
-        piece_bytes=max(SPLIT_READ_BYTES, 2 * (config.split_bytes or 0)), steps=config.normalise,
-    )  # fmt: skip
 
 
 def _checked_link(document: Document, links: GoodLinks) -> Document | RejectedDocument:

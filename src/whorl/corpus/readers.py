@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, datetime
 
+from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document, RejectedDocument, document_id
-from whorl.corpus.sources import SourceFile, exceeds_size_limit, readable_path
+from whorl.corpus.sources import SPLIT_READ_BYTES, SourceFile, exceeds_size_limit, readable_path, split_size
 from whorl.data.extraction.normalise import STEPS, normalise
-from whorl.data.formats import Record, format_name, open_format
+from whorl.data.formats import Record, format_name, open_format, table_formats
 from whorl.data.formats.table import CSV
 from whorl.data.formats.text import TextFile
 from whorl.data.quarantine import BadRecordError
@@ -48,6 +49,19 @@ META_FIELDS = ("meta", "metadata")
 FIELDS = (*LICENCE_FIELDS, *META_FIELDS, *(name for names in PROVENANCE_FIELDS.values() for name in names))
 
 
+def read_file(
+    file: SourceFile, config: IngestConfig, start: int = 0, stop: int | None = None
+) -> Iterator[Document | RejectedDocument]:
+    """Yield the records of a file, or of one of its blocks, by a configuration with `split_bytes`."""
+    formats = table_formats(file.location, config.formats, config.text_field)
+    config = config.model_copy(update={"formats": formats})
+    return read_documents(
+        file, text_field=config.text_field, formats=formats, start=start, stop=stop, steps=config.normalise,
+        max_bytes=config.max_document_bytes, split_bytes=split_size(file, config),
+        piece_bytes=max(SPLIT_READ_BYTES, 2 * (config.split_bytes or 0)),
+    )  # fmt: skip
+
+
 def read_documents(
     file: SourceFile, *, text_field: str, max_bytes: int, formats: Mapping[str, str] | None = None,
     start: int = 0, stop: int | None = None, split_bytes: int = 0, piece_bytes: int = 0,
@@ -68,7 +82,7 @@ def read_documents(
     if file.size is None:
         yield _rejected(file, BadRecordError("not_a_file", "", "not a regular file, or a broken link"))
     elif has_secret_name(file.path, formats or ()):
-        detail = "by its name it holds passwords or keys; to read it, name its suffix in ingest.formats"
+        detail = "by its name it holds passwords or keys; to read it, rename it, or name its suffix in ingest.formats"
         yield _rejected(file, BadRecordError("secret", "", detail), length=size)
     elif not split_bytes and exceeds_size_limit(file, max_bytes, formats):
         detail = f"{size} bytes, the limit is {max_bytes} (ingest.max_document_bytes), and split_bytes is 0"

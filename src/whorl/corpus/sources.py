@@ -46,16 +46,8 @@ SPLIT_DOCUMENTS = 200
 MIN_SPLIT_BYTES = 4000  # of a document, unless there would be fewer than MIN_SPLIT_DOCUMENTS
 MIN_SPLIT_DOCUMENTS = 25
 SPLIT_READ_BYTES = 8_000_000  # of a divided file are read at a time, unless its documents are larger
-PROSE_SUFFIXES = (
-    "",
-    ".txt",
-    ".md",
-    ".rst",
-    ".tex",
-    ".text",
-    ".markdown",
-    ".log",
-)  # code would lose its functions
+# Code would lose its functions.
+PROSE_SUFFIXES = ("", ".txt", ".md", ".rst", ".tex", ".text", ".markdown", ".log")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,7 @@ def unknown_form(record: Mapping[str, Any], kind: str, forms: Sequence[Form] = (
     forms = forms or FORMS[kind]
     nearest = max(forms, key=lambda form: (common(form), -len(form)))
     if not common(nearest):
-        known = "; ".join(map(_joined, forms))
-        detail = f"{fields}; expected {known}"
+        detail = f"{fields}; expected {'; '.join(map(_joined, forms))}"
     else:
         lacking = [f"{name}{_similar(name, names)}" for name in nearest if name not in names]
         detail = f"{fields}; nearest form: {_joined(nearest)}, without {_joined(lacking)}"

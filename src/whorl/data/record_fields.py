@@ -86,23 +86,26 @@ def messages_of(value: object, field: str) -> Messages:
     return tuple(_message(m, f"{field}[{i}]") for i, m in enumerate(value))
 
 
-def check_turns(messages: Messages, field: str) -> None:
+def check_turns(messages: Messages, field: str, start: int = 0) -> None:
     """Check the order of turns.
+
+    Args:
+        start: number of messages that are in front of those of the field.
 
     Raises:
         BadRecordError: the assistant begins, or user or assistant has two turns in a row: no question and answer.
     """
-    for i, message in enumerate(messages):
-        role, before = message["role"], [m["role"] for m in messages[:i]]
-        if role in ("user", "assistant") and before[-1:] == [role]:
+    last, is_asked = "", False
+    for i, role in enumerate(message["role"] for message in messages):
+        is_asked = is_asked or role in ("user", "tool")
+        detail = ""
+        if role in ("user", "assistant") and role == last:
             detail = f"a second {role} message in a row; expected the other role: join the two, or remove one"
-        elif role == "assistant" and not {*before} - {"system"}:
-            detail = (
-                "the assistant begins; expected a user message before it: add the question, or remove this"
-            )
-        else:
-            continue
-        raise BadRecordError("bad_role", f"{field}[{i}].role", detail)
+        elif role == "assistant" and not is_asked:
+            detail = "the assistant begins; expected a user message before: add the question, or remove this"
+        if detail:
+            raise BadRecordError("bad_role", f"{field}[{i - start}].role", detail)
+        last = role
 
 
 def template_fields(record: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]:

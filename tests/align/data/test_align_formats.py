@@ -105,6 +105,8 @@ def test_other_formats_are_converted() -> None:
         (to_conversation, {"messages": [U, U, A]}, "bad_role", "messages[1].role"),
         (to_conversation, {"conversations": [U, A, A], "system": "s"}, "bad_role", "conversations[2].role"),
         (to_task, {"messages": [A], "verifier": "exact"}, "bad_role", "messages[0].role"),
+        (to_conversation, {"prompt": [U, A], "completion": [A]}, "bad_role", "completion[0].role"),
+        (to_conversation, {"prompt": [A], "completion": "x"}, "bad_role", "prompt[0].role"),
         (to_conversation, {"messages": [U, A], "tools": [{"name": "f"}]}, "bad_field", "tools[0].parameters"),
         (to_conversation, {"instruction": "Add."}, "unknown_shape", ""),
         (to_conversation, {"messages": [U, {**A, "content": " \n"}]}, "empty", "messages[1].content"),

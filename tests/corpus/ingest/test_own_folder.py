@@ -88,7 +88,7 @@ def test_names_of_secrets() -> None:
 def test_text_of_any_suffix_and_size_is_divided(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("whorl.corpus.ingest"), "SPLIT_READ_BYTES", 50_000)
+    monkeypatch.setattr(import_module("whorl.corpus.readers"), "SPLIT_READ_BYTES", 50_000)
     data = tmp_path / "data"
     data.mkdir()
     text = "".join(f"{'é' * (n % 50)},{n}\n" + "\n" * (n % 9 == 0) for n in range(3000)) + "字" * 30_000

@@ -53,9 +53,8 @@ def test_written_tables_are_read(
         path.write_bytes(gzip.compress(data) if is_packed else data)
         found = list(open_format(str(path)).records(str(path)))
     expected = [dict(zip(names, row, strict=True)) for row in rows]
-    if len(names) > 1 or delimiter in ",\t":  # of one column, no delimiter is seen
-        assert [r.value for r in found] == expected
-        assert [r.number for r in found] == list(range(2, len(rows) + 2))
+    assert [r.value for r in found] == expected
+    assert [r.number for r in found] == list(range(2, len(rows) + 2))
     for a, b in itertools.pairwise(found):
         assert a.end == b.offset == a.offset + a.length
     if found:
@@ -116,6 +115,12 @@ def test_row_of_another_encoding_is_decoded_alone(tmp_path: Path) -> None:
     path.write_bytes("text\nüber\n".encode() + "Grüße\n".encode("cp1252") + "naïve\n".encode())
     found = [row["text"] for _, row in read(path)]
     assert (found[0], found[2]) == ("über", "naïve") and len(found) == 3
+
+
+def test_table_of_one_column_needs_no_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text\nHello, world\n"quoted, too"\n')
+    assert read(path) == [(2, {"text": "Hello, world"}), (3, {"text": "quoted, too"})]
 
 
 def test_twice_the_same_name_and_binary_end_the_table(tmp_path: Path) -> None:

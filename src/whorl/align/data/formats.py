@@ -127,7 +127,10 @@ def to_conversation(record: Mapping[str, Any]) -> Conversation:
             "user", f"{question}\n\n{extra}" if extra.strip() else question
         ) + _one_message("assistant", answer)
     elif has_field(record, "prompt") and has_field(record, "completion"):
-        messages = _as_messages(record, "prompt", "user") + _as_messages(record, "completion", "assistant")
+        asked = _as_messages(record, "prompt", "user")
+        messages = asked + _as_messages(record, "completion", "assistant")
+        check_turns(asked, "prompt")
+        check_turns(messages, "completion", len(asked))
     else:
         raise unknown_form(record, "conversations")
     if not any(m["role"] == "assistant" for m in messages):

@@ -38,10 +38,8 @@ def extract_docx(data: bytes) -> Page:
         BadRecordError: "damaged", "encrypted", "too_large" or "too_costly".
     """
     archive = _Archive(data)
-    kinds = {
-        link.get("Type", "").rpartition("/")[2]: link.get("Target", "") for link in archive.xml("_rels/.rels")
-    }
-    root = archive.xml(kinds.get("officeDocument", "word/document.xml").lstrip("/"))
+    parts = {e.get("Type", "").rpartition("/")[2]: e.get("Target", "") for e in archive.xml("_rels/.rels")}
+    root = archive.xml(parts.get("officeDocument", "word/document.xml").lstrip("/"))
     try:
         return Page(_text(root))
     except RecursionError:
@@ -81,9 +79,7 @@ class _Archive:
 
     def __init__(self, data: bytes) -> None:
         if data.startswith(OLE):
-            raise BadRecordError(
-                "encrypted", "", "it has a password, or is a .doc: save it as .docx without one"
-            )
+            raise BadRecordError("encrypted", "", "it has a password or is a .doc: save it as .docx without")
         try:
             self.zip = ZipFile(BytesIO(data))
         except (BadZipFile, OSError, ValueError) as error:

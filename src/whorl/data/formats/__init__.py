@@ -9,6 +9,7 @@ A format is a subclass of `Format`. Those of users need no entry: a configuratio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from whorl.data.files import format_suffix
@@ -48,16 +49,8 @@ SUFFIXES = {
 }  # fmt: skip
 
 __all__ = [
-    "FORMATS",
-    "SUFFIXES",
-    "Block",
-    "Format",
-    "Record",
-    "format_name",
-    "open_format",
-    "read_strings",
-    "table_formats",
-]
+    "FORMATS", "SUFFIXES", "Block", "Format", "Record", "format_name", "open_format", "read_strings", "table_formats",
+]  # fmt: skip
 
 
 def format_name(uri: str, formats: Mapping[str, str] | None = None) -> str:
@@ -78,11 +71,10 @@ def table_formats(uri: str, formats: Mapping[str, str], text_field: str) -> Mapp
     if format_name(uri, formats) not in ("csv", "tsv") or text_field != DEFAULT_FIELD:
         return formats
     reader: Any = open_format(uri, formats)
-    try:
-        has_texts = DEFAULT_FIELD in reader.columns(uri)
-    except (BadRecordError, *DAMAGE):
-        has_texts = False  # the reader of texts rejects it
-    return formats if has_texts else {**formats, format_suffix(uri): "text"}
+    with suppress(BadRecordError, *DAMAGE):  # the reader of texts rejects it
+        if DEFAULT_FIELD in reader.columns(uri):
+            return formats
+    return {**formats, format_suffix(uri): "text"}
 
 
 def read_strings(uri: str, field: str, label: str) -> Iterator[tuple[int, str]]:

@@ -1,8 +1,8 @@
 """Tables as text, CSV and TSV: one record per row, with its cells as texts under the names of the first row.
 
-The delimiter of a CSV is the one of `,;|` and tab that is most frequent in the first row; that of a TSV is a tab. A cell in
-double quotes may hold delimiters and line ends. A record's number is that of its row, the first row included, as in a
-spreadsheet. Blank rows give no record.
+The delimiter of a CSV is the one of `,;|` and tab that is most frequent in the first row; that of a TSV is a tab. A first row
+without one is that of a table of one column. A cell in double quotes may hold delimiters and line ends. A record's number is
+that of its row, the first row included, as in a spreadsheet. Blank rows give no record.
 
 Bytes are divided into cells before they are decoded. In no encoding but UTF-16, which has a mark at its start, is a comma,
 quote or line end a part of another character. So one row of another encoding is no damage, and offsets are bytes.
@@ -25,6 +25,7 @@ from whorl.data.quarantine import BadRecordError
 SAMPLE = 1 << 20  # bytes in which the encoding is detected
 QUOTED = re.compile(r'"[^"]*"')
 BYTES = "latin-1"  # one character for each byte
+NO_DELIMITER = "\x1f"
 
 
 class CSV(Format):
@@ -69,9 +70,11 @@ class CSV(Format):
         encoding = encoding if encoding in WIDE else BYTES
         if encoding == BYTES and b"\0" in head:
             raise BadRecordError("binary", "", f"NUL at byte {head.index(0)}")
-        charset = detect(head) if encoding == BYTES else ""
+        charset = detect(head) if encoding == BYTES else encoding
         first = QUOTED.sub("", head[len(mark) :].decode(encoding, "replace")).lstrip("\r\n").splitlines()
         delimiter = max(self.delimiters, key=(first or [""])[0].count)
+        if not (first and delimiter in first[0]):
+            delimiter = NO_DELIMITER
         csv.field_size_limit(max(csv.field_size_limit(), self.longest))
         with open_decompressed(uri) as stream:
             begin = position = len(stream.read(len(mark)))
@@ -94,9 +97,7 @@ class CSV(Format):
                 number, begin = number + 1, position
                 cells: list[str] | BadRecordError
                 try:
-                    cells = [
-                        cell if cell.isascii() else _text(cell, encoding, charset) for cell in next(rows)
-                    ]
+                    cells = [cell if cell.isascii() else _text(cell, charset) for cell in next(rows)]
                 except StopIteration:
                     return
                 except BadRecordError as error:
@@ -113,9 +114,9 @@ class TSV(CSV):
     delimiters = "\t"
 
 
-def _text(cell: str, encoding: str, charset: str) -> str:
+def _text(cell: str, charset: str) -> str:
     """Return the text of a cell. Raises BadRecordError as `decode`."""
-    if encoding != BYTES:
+    if charset in WIDE:
         return cell
     data = cell.encode(BYTES)
     with suppress(UnicodeDecodeError):
