@@ -201,6 +201,10 @@ def test_train_tells_texts_from_paths(tmp_path: Path) -> None:
     found = [document.text for document in _documents([*named, *texts])]
     assert found == ["words of a file " * 9] * 3 + texts
     assert [document.text for document in _documents(LONG)] == [LONG]
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    (tmp_path / "b.csv").write_text("text,y\none,2\ntwo,3\n")
+    assert [document.text for document in _documents(tmp_path / "a.csv")] == ["x,y\n1,2\n"]
+    assert [document.text for document in _documents(tmp_path / "b.csv")] == ["one", "two"]
 
 
 def test_nested_settings_and_paths_reach_a_recipe(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_ingest_rejects_source(bad_sources: Path, source: str, options: dict[str
 
 
 def test_pipe_and_broken_link_are_quarantined(data: Path) -> None:
-    os.mkfifo(data / "pipe.txt")
+    os.mkfifo(data / "pipe.csv")
     (data / "link.txt").symlink_to("nowhere")
     write(data, {"good.txt": "good"})
     rows, quarantine, _ = run(data)

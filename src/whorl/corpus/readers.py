@@ -16,7 +16,7 @@ from datetime import date, datetime
 
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document, RejectedDocument, document_id
-from whorl.corpus.sources import SPLIT_READ_BYTES, SourceFile, exceeds_size_limit, readable_path, split_size
+from whorl.corpus.sources import SPLIT_READ_BYTES, SourceFile, exceeds_limit, readable_path, split_size
 from whorl.data.extraction.normalise import STEPS, normalise
 from whorl.data.formats import Record, format_name, open_format, table_formats
 from whorl.data.formats.table import CSV
@@ -52,60 +52,42 @@ FIELDS = (*LICENCE_FIELDS, *META_FIELDS, *(name for names in PROVENANCE_FIELDS.v
 def read_file(
     file: SourceFile, config: IngestConfig, start: int = 0, stop: int | None = None
 ) -> Iterator[Document | RejectedDocument]:
-    """Yield the records of a file, or of one of its blocks, by a configuration with `split_bytes`."""
-    formats = table_formats(file.location, config.formats, config.text_field)
-    config = config.model_copy(update={"formats": formats})
-    return read_documents(
-        file, text_field=config.text_field, formats=formats, start=start, stop=stop, steps=config.normalise,
-        max_bytes=config.max_document_bytes, split_bytes=split_size(file, config),
-        piece_bytes=max(SPLIT_READ_BYTES, 2 * (config.split_bytes or 0)),
-    )  # fmt: skip
-
-
-def read_documents(
-    file: SourceFile, *, text_field: str, max_bytes: int, formats: Mapping[str, str] | None = None,
-    start: int = 0, stop: int | None = None, split_bytes: int = 0, piece_bytes: int = 0,
-    steps: Sequence[str] | None = None,
-) -> Iterator[Document | RejectedDocument]:  # fmt: skip
-    """Yield every record of one file, or of one of its blocks, in order, as a Document or a RejectedDocument.
+    """Yield every record of a file, or of a block of it (`data/formats/format.py`), in order.
 
     Args:
-        text_field: the field or column with the text, for formats of records with fields.
-        max_bytes: maximum size of a text in bytes.
-        formats: suffix -> format, in addition to those of `whorl.data.formats`.
-        start, stop: a block of the file (`data/formats/format.py`).
-        split_bytes: divide longer text files into documents of about this size, between paragraphs or lines; 0: never.
-        piece_bytes: with split_bytes, the part of a file in memory.
-        steps: normalisation (`data/extraction/normalise.py`); default all for text extracted from markup, else none.
+        config: with `split_bytes`.
     """
-    size = file.size or 0
     if file.size is None:
         yield _rejected(file, BadRecordError("not_a_file", "", "not a regular file, or a broken link"))
-    elif has_secret_name(file.path, formats or ()):
+        return
+    if has_secret_name(file.path, config.formats):
         detail = "by its name it holds passwords or keys; to read it, rename it, or name its suffix in ingest.formats"
-        yield _rejected(file, BadRecordError("secret", "", detail), length=size)
-    elif not split_bytes and exceeds_size_limit(file, max_bytes, formats):
-        detail = f"{size} bytes, the limit is {max_bytes} (ingest.max_document_bytes), and split_bytes is 0"
-        yield _rejected(file, BadRecordError("too_large", "", detail), length=size)
-    else:
-        is_text = format_name(file.location, formats) == "text"
-        longest = (piece_bytes if split_bytes else max_bytes) if is_text else 2 * max_bytes + LINE_SLACK
-        reader = open_format(file.location, formats, fields=[text_field, *FIELDS], longest=longest)
-        if isinstance(reader, TextFile):
-            reader.in_pieces = bool(split_bytes)
-        if steps is None:
-            steps = tuple(STEPS) if reader.extracts else ()
-        language = None if reader.extracts or isinstance(reader, CSV) else LANGUAGES.get(file.suffix)
-        for record in reader.records(file.location, start, stop):
-            try:
-                most = longest if split_bytes else max_bytes
-                document = _document(file, record, text_field, most, is_text, steps, language)
-                if split_bytes and document.n_bytes > split_bytes:
-                    yield from _pieces(document, min(split_bytes, max_bytes // 2), max_bytes)
-                else:
-                    yield document
-            except BadRecordError as error:
-                yield _rejected(file, error, offset=record.offset, length=record.length)
+        yield _rejected(file, BadRecordError("secret", "", detail), length=file.size)
+        return
+    formats = table_formats(file.location, config.formats, config.text_field)
+    config = config.model_copy(update={"formats": formats})
+    limit, split = config.max_document_bytes, split_size(file, config)
+    if exceeds_limit(file, config):
+        detail = f"{file.size} bytes, the limit is {limit} (ingest.max_document_bytes), and split_bytes is 0"
+        yield _rejected(file, BadRecordError("too_large", "", detail), length=file.size)
+        return
+    is_text = format_name(file.location, formats) == "text"
+    longest = max(SPLIT_READ_BYTES, 2 * split) if split else limit if is_text else 2 * limit + LINE_SLACK
+    reader = open_format(file.location, formats, fields=[config.text_field, *FIELDS], longest=longest)
+    if isinstance(reader, TextFile):
+        reader.in_pieces = bool(split)
+    steps = (tuple(STEPS) if reader.extracts else ()) if config.normalise is None else config.normalise
+    language = None if reader.extracts or isinstance(reader, CSV) else LANGUAGES.get(file.suffix)
+    for record in reader.records(file.location, start, stop):
+        try:
+            most = longest if split else limit
+            document = _document(file, record, config.text_field, most, is_text, steps, language)
+            if split and document.n_bytes > split:
+                yield from _pieces(document, min(split, limit // 2), limit)
+            else:
+                yield document
+        except BadRecordError as error:
+            yield _rejected(file, error, offset=record.offset, length=record.length)
 
 
 def _pieces(document: Document, size: int, limit: int) -> Iterator[Document]:

@@ -23,7 +23,7 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -279,23 +279,16 @@ def with_split_size(config: IngestConfig, files: Sequence[SourceFile]) -> Ingest
 
 
 def exceeds_limit(file: SourceFile, config: IngestConfig) -> bool:
-    """Return whether a file is one plain document over the size limit, and is not divided."""
-    return not is_divided(file, config) and exceeds_size_limit(
-        file, config.max_document_bytes, config.formats
-    )
-
-
-def is_divided(file: SourceFile, config: IngestConfig) -> bool:
-    """Return whether a file is a text of any size, which is divided into documents (`split_size`)."""
-    return bool(config.split_bytes) and format_name(file.location, config.formats) == "text"
+    """Return whether a file is one plain document over the size limit, and texts are not divided."""
+    is_plain = format_name(file.location, config.formats) == "text" and compression(file.location) is None
+    return is_plain and not config.split_bytes and (file.size or 0) > config.max_document_bytes
 
 
 def split_size(file: SourceFile, config: IngestConfig) -> int:
-    """Return the bytes from which on a text file is divided; 0: never."""
-    if not is_divided(file, config):
+    """Return the bytes from which on the text of a file is divided into documents; 0: never."""
+    if not config.split_bytes or format_name(file.location, config.formats) != "text":
         return 0
-    is_prose = file.suffix in PROSE_SUFFIXES
-    return config.split_bytes or 0 if is_prose else config.max_document_bytes
+    return config.split_bytes if file.suffix in PROSE_SUFFIXES else config.max_document_bytes
 
 
 def fingerprint(config: IngestConfig, hashes: ContentHashes | None = None) -> str:
@@ -337,9 +330,3 @@ def file_versions(
 def is_content_hash(version: str) -> bool:
     """Return whether a file's version is a hash of its content."""
     return len(version) == 32 and " " not in version
-
-
-def exceeds_size_limit(file: SourceFile, limit: int, formats: Mapping[str, str] | None = None) -> bool:
-    """Return whether a file is one plain document over the size limit."""
-    is_text = format_name(file.location, formats) == "text"
-    return is_text and compression(file.location) is None and (file.size or 0) > limit

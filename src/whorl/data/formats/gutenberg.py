@@ -36,18 +36,13 @@ class Gutenberg(HTML):
 
     media_type = "text/plain"
 
-    def _value(self, data: bytes) -> dict[str, Any] | BadRecordError:
-        if len(data) > self.longest:
-            return BadRecordError("too_large", "", f"over {self.longest} bytes when decompressed")
+    def _value(self, data: bytes) -> dict[str, Any]:
         declared = CHARSET.search(data[:HEADER_BYTES])
-        try:
-            text = decode(data, declared[1].decode() if declared else "")
-        except BadRecordError as error:
-            return error
+        text = decode(data, declared[1].decode() if declared else "")
         text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
         start = START.search(text, 0, HEADER_BYTES)
         if start is None:
-            return BadRecordError("no_header", "", "no mark of the start of a Project Gutenberg text")
+            raise BadRecordError("no_header", "", "no mark of the start of a Project Gutenberg text")
         header = text[: start.start()]
         footer = FOOTER.search(text, start.end())
         title, release, number = (pattern.search(header) for pattern in (TITLE, RELEASE, NUMBER))

@@ -20,12 +20,10 @@ class Notebook(PDF):
     extracts = False
     media_type = "application/x-ipynb+json"
 
-    def _value(self, data: bytes) -> dict[str, Any] | BadRecordError:
-        if len(data) > self.longest:
-            return BadRecordError("too_large", "", f"over {self.longest} bytes when decompressed")
+    def _value(self, data: bytes) -> dict[str, Any]:
         notebook = parse_object(data.removeprefix(MARK))
         if isinstance(notebook, BadRecordError):
-            return notebook
+            raise notebook
         try:
             about = notebook.get("metadata", {})
             language = about.get("kernelspec", {}).get("language") or about.get("language_info", {}).get(
@@ -35,7 +33,7 @@ class Notebook(PDF):
             texts = (_text(cell, language) for sheet in sheets for cell in sheet["cells"])
             return {self.text_field: "\n\n".join(filter(None, texts)), "media_type": self.media_type}
         except (AttributeError, KeyError, TypeError) as error:
-            return BadRecordError("bad_json", "", f"no notebook with a list of cells: {error!r}"[:200])
+            raise BadRecordError("bad_json", "", f"no list of cells: {error!r}"[:200]) from None
 
 
 def _text(cell: Mapping[str, Any], language: str) -> str:

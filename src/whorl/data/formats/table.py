@@ -1,6 +1,6 @@
 """Tables as text, CSV and TSV: one record per row, with its cells as texts under the names of the first row.
 
-The delimiter of a CSV is the one of `,;|` and tab that is most frequent in the first row; that of a TSV is a tab. A first row
+The delimiter of a CSV is the one of `,;|` and tab that is most frequent in the first row; of a TSV it is a tab. A first row
 without one is that of a table of one column. A cell in double quotes may hold delimiters and line ends. A record's number is
 that of its row, the first row included, as in a spreadsheet. Blank rows give no record.
 

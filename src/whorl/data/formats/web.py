@@ -25,15 +25,18 @@ class HTML(Format):
             return
         with open_decompressed(uri) as stream:
             data = stream.read(self.longest + 1)
-        yield Record(1, 0, len(data), self._value(data), len(data))
-
-    def _value(self, data: bytes) -> dict[str, Any] | BadRecordError:
-        if len(data) > self.longest:
-            return BadRecordError("too_large", "", f"over {self.longest} bytes when decompressed")
+        value: dict[str, Any] | BadRecordError
         try:
-            page = extract(data, self.media_type, main_content=self.main_content)
+            if len(data) > self.longest:
+                raise BadRecordError("too_large", "", f"over {self.longest} bytes when decompressed")
+            value = self._value(data)
         except BadRecordError as error:
-            return error
+            value = error
+        yield Record(1, 0, len(data), value, len(data))
+
+    def _value(self, data: bytes) -> dict[str, Any]:
+        """Return the fields of a file. Raises BadRecordError."""
+        page = extract(data, self.media_type, main_content=self.main_content)
         return {self.text_field: page.text, "title": page.title, "media_type": self.media_type}
 
 
