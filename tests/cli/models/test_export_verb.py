@@ -73,10 +73,8 @@ def test_gguf_types_and_wrong_options(home: Path) -> None:
     assert "pre-tokenizer" in done.stderr or "note:" in done.stderr
     assert (home / "m.gguf").stat().st_size < 0.5 * (home / "llama" / "model.safetensors").stat().st_size
     assert "<|im_start|>{{ m.role }}" in (home / "m.gguf").read_bytes().decode("utf-8", "replace")
-    assert (
-        "tensors are not q4_k"
-        in succeed(home, "export", "llama", "n.gguf", "--to", "gguf", "--type", "q4_k").stderr
-    )
+    done = succeed(home, "export", "llama", "--to", "gguf", "--type", "q4_k")
+    assert "tensors are not q4_k" in done.stderr and "gguf: llama.gguf" in done.stdout
     assert "expected: --type f32" in refuse(
         home, "export", "llama", "x", "--to", "gguf", "--dtype", "float16"
     )

@@ -139,7 +139,7 @@ def test_given_models_are_checked(tmp_path: Path) -> None:
         ConfigError, match=r"continue.toml:\d+: a model to start from is needed(.|\n)*--from MODEL"
     ):
         load_recipe("continue", sets=OTHER)
-    with pytest.raises(ConfigError, match=r"(?s)data.*no path is given.*docs/data.md"):
+    with pytest.raises(ConfigError, match=r"(?s)data.*a path = .*docs/data.md"):
         load_recipe("chat", model="tiny/pretrain")
     with pytest.raises(StoreError, match=r"no artifact 'tiny/pretrainn'(.|\n)*tiny/pretrain"):
         run(load_recipe("chat", sets=CHAT, model="tiny/pretrainn"))

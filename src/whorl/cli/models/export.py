@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 def export(
     artifact: RefArgument,
     target: Annotated[
-        Path, typer.Argument(help="The folder to make (gguf: the file); must be empty or absent.")
-    ],
+        Path | None,
+        typer.Argument(
+            help="The folder to make (gguf: the file); must be empty or absent; default: by name, as chat-sft.gguf."
+        ),
+    ] = None,
     to: Annotated[
         str,
         typer.Option(
@@ -69,6 +72,8 @@ def export(
             f"--to {to}: {found.name} is a language model", expected=one_of(to, ["hf", "gguf", *FAMILIES])
         )
     found.check()
+    if target is None:
+        target = Path(found.label.replace("/", "-") + (".gguf" if to == "gguf" else ""))
     if to == "gguf" and found.kind == "model":
         _write_gguf(found, target, type)
         print(f"gguf: {target}")

@@ -51,7 +51,9 @@ class SetConfig(BaseModel):
         if self.path and source != "files":
             raise ValueError('path is given, but source is not "files"')
         if source == "files" and not self.path and self.path_is_needed:
-            raise ValueError(f"no path is given: set it to a file or folder of records ({DOCS_URL}/data.md)")
+            raise ValueError(
+                f'with source = "files" a path = "talks.jsonl", a file or folder of records ({DOCS_URL}/data.md)'
+            )
         return self
 
 
