@@ -74,7 +74,7 @@ def test_gguf_types_and_wrong_options(home: Path) -> None:
     assert (home / "m.gguf").stat().st_size < 0.5 * (home / "llama" / "model.safetensors").stat().st_size
     assert "<|im_start|>{{ m.role }}" in (home / "m.gguf").read_bytes().decode("utf-8", "replace")
     done = succeed(home, "export", "llama", "--to", "gguf", "--type", "q4_k")
-    assert "tensors are not q4_k" in done.stderr and "gguf: llama.gguf" in done.stdout
+    assert "tensors are not q4_k" in done.stderr and "gguf: imported-llama.gguf" in done.stdout
     assert "expected: --type f32" in refuse(
         home, "export", "llama", "x", "--to", "gguf", "--dtype", "float16"
     )

@@ -73,7 +73,7 @@ def export(
         )
     found.check()
     if target is None:
-        target = Path(found.label.replace("/", "-") + (".gguf" if to == "gguf" else ""))
+        target = Path(found.name.replace("/", "-") + (".gguf" if to == "gguf" else ""))
     if to == "gguf" and found.kind == "model":
         _write_gguf(found, target, type)
         print(f"gguf: {target}")
