@@ -25,15 +25,15 @@ MAX_TIMED_LAYERS = 100
 
 
 def load_for_sampling(
-    folder: Path, machine: Machine, batch_size: int = 1, masked: bool = False
+    folder: Path, machine: Machine, batch_size: int = 1, masked: bool = False, with_adapter: bool = True
 ) -> LanguageModel:
-    """Load the model of `folder`, ready to decode `batch_size` sequences at a time. masked: as of `load_model`.
+    """Load the model of `folder`, ready to decode `batch_size` sequences at a time. Flags: as of `load_model`.
 
     Raises:
         CheckpointError: as `load_model`.
     """
     dtype = fastest_dtype(read_config(folder), machine, batch_size)
-    return load_model(folder, dtype, machine.device, masked=masked).eval()
+    return load_model(folder, dtype, machine.device, masked=masked, with_adapter=with_adapter).eval()
 
 
 @torch.inference_mode()

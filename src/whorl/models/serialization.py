@@ -16,6 +16,7 @@ from whorl.errors import CheckpointError, ConfigError
 from whorl.models.compression.quantize import CONFIG_KEY, load_quantized, save_quantized
 from whorl.models.exchange import convert
 from whorl.models.language_model import LanguageModel
+from whorl.models.lora import ADAPTER, load_lora, merge_lora
 from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.store.files import load_json
 
@@ -49,13 +50,15 @@ def save_model(model: LanguageModel, folder: Path) -> None:
 
 
 def load_model(
-    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", *, to_train: bool = False, masked: bool = False
+    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", *, to_train: bool = False, masked: bool = False,
+    with_adapter: bool = True,
 ) -> LanguageModel:  # fmt: skip
     """Load the model of `folder` for inference: weights of matrix products are cast to `dtype`, others stay fp32.
 
     Args:
         to_train: keep all weights in fp32 instead, for training.
         masked: whether the caller can use a masked diffusion model, whose logits are not of the next token.
+        with_adapter: merge the LoRA adapter that a training step left next to its base model (`lora.merge = false`).
 
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape.
@@ -79,7 +82,10 @@ def load_model(
         return load_quantized(
             folder, data[CONFIG_KEY], lambda: make_model(config, dtype=dtype), dtype, device
         )
-    return convert.import_model(folder, dtype=dtype, device=device, to_train=to_train).train(to_train)
+    model = convert.import_model(folder, dtype=dtype, device=device, to_train=to_train).train(to_train)
+    if with_adapter and (folder / ADAPTER).is_dir():
+        merge_lora(model, load_lora(folder / ADAPTER, model))
+    return model
 
 
 def read_config(folder: Path) -> TransformerConfig:

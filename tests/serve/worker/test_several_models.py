@@ -141,8 +141,14 @@ def test_adapter_of_an_artifact_is_served_under_its_names(home: Path) -> None:
             body = {"model": name, "prompt": "def ", "max_tokens": 12, "temperature": 0}
             texts[name] = one.post("/v1/completions", json=body).json()["choices"][0]["text"]
     assert texts["a/sft"] == texts["sft"] == texts["other"] != texts["a/pretrain"]
-    copy, _ = load(home, "a/sft", adapters=["tuned=a/sft"])  # the base model lies next to the adapter
-    assert copy[1].name == "tuned"
+    alone, engine = load(home, "a/sft")  # its adapter is merged
+    copy, both = load(home, "a/sft", adapters=["tuned=a/sft"])  # the base model lies next to the adapter
+    assert [model.name for model in copy] == ["a/sft", "tuned"]
+    cases = (alone, engine, "a/sft", "sft"), (copy, both, "a/sft", "a/pretrain"), (copy, both, "tuned", "sft")
+    for found, made, name, want in cases:
+        with running(AppState(ServeConfig(port=0), found, made)) as one:
+            body = {"model": name, "prompt": "def ", "max_tokens": 12, "temperature": 0}
+            assert one.post("/v1/completions", json=body).json()["choices"][0]["text"] == texts[want]
     folder = Store(home).open("a/sft").path / ADAPTER
     plain, _ = load(home, "b/pretrain", adapters=[f"any={folder}"])  # a folder states no base that is checked
     assert plain[1].name == "any"

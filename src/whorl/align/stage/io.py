@@ -23,7 +23,7 @@ from whorl.evals import grading
 from whorl.evals.grading import VerifiableTask
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, load_model, save_model
-from whorl.models.lora import ADAPTER, load_lora, merge_lora, save_lora
+from whorl.models.lora import ADAPTER, merge_lora, save_lora
 from whorl.tokens.token_encoder import TokenEncoder
 
 COPIED_FILES = (
@@ -40,14 +40,10 @@ def load_stage_model(folder: Path, config: StageConfig, machine: Machine) -> Lan
     """Return the model of a folder for training, on the machine's device.
 
     It computes in the fastest dtype there, or in `config.model.dtype`. Adapter, critic, optimizer state and
-    engine use the same device. An adapter that an earlier stage saved next to its model (`lora.merge = false`) is
-    merged.
+    engine use the same device.
     """
     dtype = machine.torch_dtype if config.model.dtype is None else getattr(torch, config.model.dtype)
-    model = load_model(folder, dtype, machine.device, to_train=True)
-    if (folder / ADAPTER).is_dir():
-        merge_lora(model, load_lora(folder / ADAPTER, model))
-    return model
+    return load_model(folder, dtype, machine.device, to_train=True)
 
 
 def make_policy_model(

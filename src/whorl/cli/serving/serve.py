@@ -41,7 +41,7 @@ def serve(
     model: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL...",
+            metavar="MODEL",
             help="An artifact (quickstart/pretrain), or a folder in the format of transformers; several share the memory.",
         ),
     ],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import ConfigError
+from whorl.models.lora import ADAPTER
 from whorl.store import Artifact, Store
 from whorl.store.address import canonical_json, file_sha256
 
@@ -60,9 +61,10 @@ def find_model(ref: str | Path, store: str | None = None) -> Artifact:
 
 
 def hash_folder(folder: Path) -> str:
-    """Return a hash of the names and contents of a model's files."""
-    files = sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in FOLDER_SUFFIXES)
-    hashes = {file.name: file_sha256(file) for file in files}
+    """Return a hash of the names and contents of a model's files, and of its adapter's."""
+    every = [*folder.iterdir(), *(folder / ADAPTER).glob("*")]
+    files = sorted(f for f in every if f.is_file() and f.suffix in FOLDER_SUFFIXES)
+    hashes = {str(file.relative_to(folder)): file_sha256(file) for file in files}
     return "folder-" + hashlib.sha256(canonical_json(hashes)).hexdigest()[:32]
 
 

@@ -125,7 +125,8 @@ def load_generation_model(
     """
     encoder = TokenEncoder.load(location.folder, chat_template=chat_template)  # a wrong file is found first
     rows = min(8, config.max_num_seqs)
-    model = load_for_sampling(location.folder, machine, batch_size=rows, masked=masked)
+    whole = not any(adapter.folder == location.folder / ADAPTER for adapter in adapters)
+    model = load_for_sampling(location.folder, machine, rows, masked=masked, with_adapter=whole)
     draft = speculation.load_draft(model, machine, rows)
     gc.collect()
     bound = model.declared_length
