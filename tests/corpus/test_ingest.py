@@ -198,7 +198,7 @@ def bad_sources(data: Path) -> Path:
         ("{data}/filtered", {"include": ["*.txt"]}, "all 1 files in it are excluded"),
         ("{data}/binary", {}, r"none of the 6 files .* binary 6"),
         ("{data}/utf16", {}, "(?s)this is UTF-16.*iconv"), ("{data}/tar", {}, "(?s)this is a tar archive"),
-        ("{data}/fields", {}, "(?s)no 'text' among 'body'; name it with ingest.text_field"),
+        ("{data}/fields", {}, "(?s)fields: body; expected text; .*/data.md; ingest.text_field names"),
         ("{data}/nothing", {}, "has a document: all are empty\n  expected: [^\n]*$"),
         ("pyhton-stdlib", {}, r"did you mean 'python-stdlib'\?"), ("{data}/novel", {}, r"similar: .*novels"),
         ("memory://nowhere/texts", {}, "does not exist"), ("nonsense://texts", {}, "check the protocol"),

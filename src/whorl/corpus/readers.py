@@ -21,6 +21,7 @@ from whorl.data.extraction.normalise import STEPS, normalise
 from whorl.data.formats import Record, format_name, open_format, table_formats
 from whorl.data.formats.table import CSV
 from whorl.data.formats.text import TextFile
+from whorl.data.forms import unknown_form
 from whorl.data.quarantine import BadRecordError
 from whorl.data.secrets import has_secret_name, is_private_key
 
@@ -173,12 +174,8 @@ def _as_text(value: object) -> str | None:
 
 def _checked_text(value: Mapping[str, object], field: str, max_bytes: int, steps: Sequence[str]) -> str:
     if field not in value:
-        fields = ", ".join(map(ascii, list(value)[:10]))[:200]
-        raise BadRecordError(
-            "no_text_field",
-            field,
-            f"no {field!r} among {fields or 'no fields'}; name it with ingest.text_field",
-        )
+        error = unknown_form(value, "texts", [(field,)])
+        raise BadRecordError("no_text_field", field, f"{error.detail}; ingest.text_field names another field")
     text = value[field]
     if not isinstance(text, str):
         raise BadRecordError("no_text_field", field, f"the text is {type(text).__name__}, not a string")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from fnmatch import fnmatch
+from fnmatch import translate
 from pathlib import PurePosixPath
 
 SECRET_NAMES = (
@@ -13,6 +13,7 @@ SECRET_NAMES = (
     ".git-credentials", "credentials", "credentials.json", "client_secret*.json", "secrets.json", "secrets.toml",
     "secrets.yaml", "secrets.yml",
 )  # fmt: skip
+SECRET = re.compile("|".join(map(translate, SECRET_NAMES)))
 EXAMPLES = (".example", ".sample", ".template", ".dist")  # `.env.example` holds no secret
 BEGIN = re.compile(r"\s*-----BEGIN [A-Z0-9 ]*PRIVATE KEY")
 END = re.compile(r"-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----\s*\Z")
@@ -23,7 +24,7 @@ def has_secret_name(path: str, wanted: Collection[str] = ()) -> bool:
     name = PurePosixPath(path.lower())
     if name.suffix in EXAMPLES or name.suffix in wanted:
         return False
-    return any(fnmatch(name.name, pattern) for pattern in SECRET_NAMES)
+    return SECRET.match(name.name) is not None
 
 
 def is_private_key(text: str) -> bool:

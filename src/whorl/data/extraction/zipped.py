@@ -63,7 +63,9 @@ def extract_epub(data: bytes) -> Page:
     texts = []
     for link in package.iter():
         item = items.get(link.get("idref")) if _name(link) == "itemref" else None
-        if item is None or link.get("linear") == "no" or item.get("media-type") not in CHAPTER_TYPES:
+        if item is None or item.get("media-type") not in CHAPTER_TYPES:
+            continue
+        if link.get("linear") == "no" or "nav" in item.get("properties", "").split():  # tables of contents
             continue
         name = posixpath.normpath(posixpath.join(folder, unquote(item.get("href", ""))))
         if name in locked:
