@@ -41,9 +41,11 @@ def epub(path: Path, **more: str) -> Path:
     )
     package = """<package xmlns="http://www.idpf.org/2007/opf" xmlns:dc="dc"><metadata><dc:title>A book</dc:title></metadata>
     <manifest><item id="b" href="two%20b.xhtml" media-type="application/xhtml+xml"/>
-    <item id="c" properties="nav" href="nav.xhtml" media-type="text/html"/><item id="a" href="text/one.xhtml" media-type="application/xhtml+xml"/>
+    <item id="c" properties="nav" href="nav.xhtml" media-type="text/html"/>
+    <item id="a" href="text/one.xhtml" media-type="application/xhtml+xml"/>
     <item id="n" href="nav.xhtml" media-type="application/xhtml+xml"/>
-    <item id="s" href="s.css" media-type="text/css"/></manifest><spine><itemref idref="c"/><itemref idref="a"/><itemref idref="n" linear="no"/>
+    <item id="s" href="s.css" media-type="text/css"/></manifest><spine><itemref idref="c"/>
+    <itemref idref="a"/><itemref idref="n" linear="no"/>
     <itemref idref="b"/><itemref idref="none"/></spine></package>"""
     page = "<html><head><title/></head><body><p>{}</p></body></html>"
     files = {
