@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from whorl.data.extraction import zipped
 from whorl.data.extraction.zipped import extract_docx, extract_epub
@@ -104,6 +107,24 @@ def test_encrypted_and_broken_archives_have_a_reason(tmp_path: Path, monkeypatch
         extract_docx(bomb.read_bytes())
     with pytest.raises(BadRecordError, match="no META-INF"):
         extract_epub(bomb.read_bytes())
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from([docx, epub]),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=6),
+    st.floats(0, 1),
+)
+def test_damaged_archives_are_read_or_have_a_reason(
+    tmp_path: Path, write: Any, flips: list[tuple[float, int]], end: float
+) -> None:
+    data = bytearray(write(tmp_path / "a").read_bytes())
+    for place, byte in flips:
+        data[int(place * (len(data) - 1))] = byte
+    with contextlib.suppress(BadRecordError):
+        (extract_docx if write is docx else extract_epub)(
+            bytes(data[: len(data) if end > 0.3 else int(end * len(data))])
+        )
 
 
 CELLS: list[dict[str, Any]] = [

@@ -20,6 +20,7 @@ from whorl.data.extraction.html import extract_html
 from whorl.data.extraction.page import Page
 from whorl.data.quarantine import BadRecordError
 
+BROKEN = (BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)  # raised for damaged archives
 MAX_BYTES = 1 << 26  # of all members that are read
 OLE = b"\xd0\xcf\x11\xe0"  # container of a Word document with a password, and of documents before 2007
 IN_TEXT = {"tab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
@@ -84,7 +85,7 @@ class _Archive:
             raise BadRecordError("encrypted", "", "it has a password or is a .doc: save it as .docx without")
         try:
             self.zip = ZipFile(BytesIO(data))
-        except (BadZipFile, OSError, ValueError) as error:
+        except BROKEN as error:
             raise BadRecordError("damaged", "", f"no zip archive: {error}") from None
         self.names, self.left = set(self.zip.namelist()), MAX_BYTES
 
@@ -96,7 +97,7 @@ class _Archive:
         try:
             with self.zip.open(name) as stream:
                 data = stream.read(self.left + 1)
-        except (BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError) as error:
+        except BROKEN as error:
             raise BadRecordError("damaged", "", f"{name}: {error}") from None
         self.left -= len(data)
         if self.left < 0:
