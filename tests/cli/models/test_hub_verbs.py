@@ -45,18 +45,24 @@ def test_pushed_model_is_pulled_unchanged(home: Path, hub: Hub) -> None:
     files = hub.repos["me/my-model"]
     assert {"config.json", "model.safetensors", "modeling_whorl.py", "tokenizer.json"} <= files.keys()
     assert len(hub.objects) == 1 and b"TemplateProcessing" in files["tokenizer.json"]
+    old = {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+    files |= dict.fromkeys((*old, "README.md"), b"{}")
     succeed(home, "push", "model", "me/my-model", "--dtype", "bfloat16", "--endpoint", hub.url)  # exists
+    assert "README.md" in files and not old & files.keys()
     succeed(home, "push", "model", "me/other", "--endpoint", hub.url)
     assert len(hub.objects) == 2 and hub.private == {"me/my-model"}
 
-    files["evil.py"], files["pytorch_model.bin"] = b"raise SystemExit", b"pickle"
+    files |= {"evil.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "original/x.safetensors": b"x"}
     printed = succeed(home, "pull", "me/other", "--endpoint", hub.url).stdout
     assert "whorl sample imported/other" in printed
     succeed(home, "pull", "me/my-model", "--name", "mine", "--endpoint", hub.url)
     names = [path.name for path in (home / "hf").rglob("*.*")]
-    assert "tokenizer.json" in names and not {"evil.py", "pytorch_model.bin", "modeling_whorl.py"} & set(
-        names
-    )
+    assert "tokenizer.json" in names and not {
+        "evil.py",
+        "pytorch_model.bin",
+        "modeling_whorl.py",
+        "x.safetensors",
+    } & set(names)
     store = Store(home / ".whorl")
     back, rounded = (load_model(store.open(name).path) for name in ("other", "mine"))
     sent = load_model(store.open("imported/model").path)
@@ -85,6 +91,8 @@ def test_hub_without_token_network_or_library(home: Path, hub: Hub, monkeypatch:
         home, "push", "model", "me/x", "--endpoint", "http://127.0.0.1:9", **away
     )
     assert "cannot be reached" in refuse(home, "pull", "me/x", "--endpoint", "http://127.0.0.1:9", **away)
+    succeed(home, "quantize", "model", "--name", "small")
+    assert "the model is quantized" in refuse(home, "push", "small", "me/small", "--endpoint", hub.url)
     monkeypatch.setenv("HF_TOKEN", "wrong")
     printed = refuse(home, "push", "model", "me/x", "--endpoint", hub.url)
     assert "refuses access" in printed and "hf auth login" in printed and not hub.repos

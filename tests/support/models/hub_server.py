@@ -75,6 +75,8 @@ def _answer(hub: Hub, method: str, path: str, body: bytes, token: str | None) ->
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = hub.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
         commit = {"commitUrl": f"{hub.url}/{repo}/commit/{SHA}", "commitOid": SHA, "success": True}
         return 200, commit
     if rest[:1] == ["tree"]:

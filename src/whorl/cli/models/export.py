@@ -12,6 +12,7 @@ import typer
 from whorl.cli.options import RefArgument, StoreOption, open_artifact
 
 if TYPE_CHECKING:
+    from whorl.models import LanguageModel
     from whorl.store import Artifact
 
 
@@ -89,7 +90,6 @@ def write_hf_folder(found: Artifact, target: Path, to: str = "hf", dtype: str | 
     import torch
 
     from whorl.errors import ConfigError, one_of
-    from whorl.models import load_model
     from whorl.models.exchange import VISION_FAMILIES, export_model, export_vision, find_family, import_vision
     from whorl.tokens.chat.exported_folder import complete_exported_folder
 
@@ -109,15 +109,28 @@ def write_hf_folder(found: Artifact, target: Path, to: str = "hf", dtype: str | 
             raise ConfigError(f"--to {to}: {found.name} is a vision model", expected="hf, vit or clip")
         export_vision(import_vision(found.path), target, family, dtype=weights, source=found.path)
         return family
-    model = load_model(found.path)
+    model = _load(found.path)
     family = find_family(model.config) if to == "hf" else to
     export_model(model, target, family, dtype=weights, source=found.path)
     complete_exported_folder(target)
     return family
 
 
-def _write_gguf(found: Artifact, file: Path, type: str | None) -> None:
+def _load(folder: Path) -> LanguageModel:
+    """Return the model of a folder. Raises ConfigError: it is quantized."""
+    from whorl.errors import ConfigError
     from whorl.models import load_model
+
+    model = load_model(folder)
+    if model.quantization is not None:
+        raise ConfigError(
+            "the model is quantized, in a format of Whorl", expected="a model in full precision",
+            do="export the model that it was made of; for llama.cpp, --to gguf --type q8_0 or q4_k quantizes",
+        )  # fmt: skip
+    return model
+
+
+def _write_gguf(found: Artifact, file: Path, type: str | None) -> None:
     from whorl.models.exchange.gguf_file import export_gguf
     from whorl.tokens.chat import load_chat_template
     from whorl.tokens.hf_tokenizer import load_tokenizer
@@ -127,7 +140,7 @@ def _write_gguf(found: Artifact, file: Path, type: str | None) -> None:
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always", UserWarning)
         export_gguf(
-            load_model(found.path), file, kind=type, source=folder, turn_end=chat.turn_end if chat else None,
+            _load(found.path), file, kind=type, source=folder, turn_end=chat.turn_end if chat else None,
             template=chat.source if chat and chat.is_trained else None,
         )  # fmt: skip
     for note in notes:

@@ -30,5 +30,8 @@ def pull(
 
     with hub_errors(repo, endpoint) as hub:
         files = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # no pickles, no code
-        folder = hub.snapshot_download(repo, endpoint=endpoint, allow_patterns=files, library_name="whorl")
+        others = ["*/*", "consolidated*"]  # weights in further formats
+        folder = hub.snapshot_download(
+            repo, endpoint=endpoint, allow_patterns=files, ignore_patterns=others, library_name="whorl"
+        )
     import_(folder, name=name or repo.rpartition("/")[2], store=store)

@@ -46,9 +46,11 @@ def push(
     found.check()
     with hub_errors(repo, endpoint) as hub, tempfile.TemporaryDirectory(prefix="whorl-push-") as temp:
         api, folder = hub.HfApi(endpoint=endpoint, library_name="whorl"), Path(temp) / "model"
-        url = api.create_repo(repo, private=private or None, exist_ok=True)
         write_hf_folder(found, folder, dtype=dtype)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{found.name} by whorl push")
+        url = api.create_repo(repo, private=private or None, exist_ok=True)
+        old = ["*.safetensors", "*.safetensors.index.json"]  # which the new weights may not overwrite
+        note = f"{found.name} by whorl push"
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=note, delete_patterns=old)
     print(url)
 
 
