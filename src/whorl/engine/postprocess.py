@@ -53,7 +53,8 @@ def accept_tokens(
                     sequence.constraint = None
             if token_bytes:
                 shown = sequence.skip_forced(token_bytes[token.id])
-                early = sequence.n_output - sequence.n_forced <= request.min_tokens
+                least = request.min_tokens
+                early = least and sequence.n_output - sequence.n_forced <= least
                 text += shown if early else sequence.stop_checker.add(shown)
             if sequence.stop_checker.matched is not None:
                 finish = "stop"

@@ -56,12 +56,10 @@ def test_min_tokens_comes_before_stop_ids_and_stop_strings(drafts: bool, prefix:
     found = drain(one)
     for n in (0, 1, 7):
         for number in range(2):
-            skipped = len(prefix)  # ids of the forced prefix, one for each byte or less
-            ids = tokens_of(found[f"{n} {number}"])
-            assert all(token.id != 49 for token in ids[:n]) and len(ids) >= n
+            ids = [token.id for token in tokens_of(found[f"{n} {number}"])]
+            assert len(ids) >= n and 49 not in ids[:n]
             assert len(text_of(found[f"stop {n} {number}"])) >= n
-            assert len(ids) <= 30 + skipped
-    assert text_of(found["stop 0 0"]) == b"" or prefix
+    assert tokens_of(found["0 0"])[-1].id == 49  # the end is likely
     ended = engine()
     ended.add(request("g", (1, 2), grammar=Grammar(regex="ab"), stop_ids={49}, max_tokens=30, min_tokens=9))
     assert text_of(drain(ended)["g"]) == b"ab"  # the grammar ends before

@@ -100,7 +100,7 @@ def _sampler_row(sequence: Sequence, k: int) -> SamplerRow:
     """Return the sampler input for the token after `k` drafts."""
     request = sequence.request
     penalized, sampling = request.sampling.has_penalties, request.sampling
-    if sequence.n_output + k - sequence.n_forced < request.min_tokens:
+    if request.min_tokens and sequence.n_output + k - sequence.n_forced < request.min_tokens:
         bias = {**sampling.logit_bias, **dict.fromkeys(request.stop_ids, -math.inf)}
         sampling = sampling.model_copy(update={"logit_bias": bias})
     if penalized and sequence.token_counts is None:
