@@ -53,8 +53,7 @@ def accept_tokens(
                     sequence.constraint = None
             if token_bytes:
                 shown = sequence.skip_forced(token_bytes[token.id])
-                least = request.min_tokens
-                early = least and sequence.n_output - sequence.n_forced <= least
+                early = request.min_tokens and sequence.n_output - sequence.n_forced <= request.min_tokens
                 text += shown if early else sequence.stop_checker.add(shown)
             if sequence.stop_checker.matched is not None:
                 finish = "stop"
