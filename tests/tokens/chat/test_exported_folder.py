@@ -66,6 +66,8 @@ def test_texts_and_conversations_have_whorls_ids(tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / name).read_text())["eos_token_id"] == ends
     assert set(ends) == set(chat.stop_ids) and chat.kind == "model"
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
+    assert written == (tmp_path / "chat_template.jinja").read_text() == chat.source
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     complete_exported_folder(tmp_path)  # twice is the same
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}

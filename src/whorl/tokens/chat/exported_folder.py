@@ -1,7 +1,7 @@
 """Completes the tokenizer files of an exported folder, so that `transformers` encodes, chats and stops as Whorl does.
 
 - `tokenizer.json` of a tokenizer of Whorl gets the post-processor that puts <|bos|> before a text, as `encode_prompt` does.
-- The chat template in use is written where the folder has none: models of Whorl that chat have a built-in one.
+- The chat template is written where it is missing: a model of Whorl may have a built-in one, or only the Jinja file.
 - `eos_token_id` gets every id that ends a text or a turn.
 
 A transcript is not written: it is only a way to prompt a base model.
@@ -32,9 +32,9 @@ def complete_exported_folder(folder: Path) -> ChatTemplate | None:
         _update(folder / TOKENIZER_FILE, post_processor=_bos_processor(chat.tokenizer.bos_id))
         # Without this, transformers 4 also gives token_type_ids, which `generate` refuses.
         _update(folder / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
-    if chat.is_trained and read_template(folder)[0] is None:
+    if chat.is_trained and (isinstance(chat.tokenizer, Tokenizer) or read_template(folder)[0] is None):
         (folder / "chat_template.jinja").write_text(chat.source, encoding="utf-8")
-        _update(folder / "tokenizer_config.json", chat_template=chat.source)
+        _update(folder / "tokenizer_config.json", chat_template=chat.source)  # for older programs
     ends = [*dict.fromkeys((*chat.tokenizer.end_ids, *sorted(chat.stop_ids)))]
     for name in ("generation_config.json", "config.json") if ends else ():
         _update(folder / name, eos_token_id=ends if len(ends) > 1 else ends[0])
