@@ -369,7 +369,8 @@ def load_chat_template(
     except (DataError, OSError, UnicodeDecodeError) as error:
         if file is None:
             raise
-        raise DataError(f"{file}: {error}", expected="a file with a chat template in Jinja") from error
+        what = error.what if isinstance(error, DataError) else f"cannot be read: {error}"
+        raise DataError(f"{file}: {what}", expected="a chat template in Jinja, in UTF-8") from error
 
 
 def _special_and_added_tokens(tokenizer: Tokenizer | HFTokenizer) -> tuple[dict[str, int], dict[str, int]]:
