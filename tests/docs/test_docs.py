@@ -89,7 +89,9 @@ def test_whorl_commands_parse(page: Path) -> None:
         assert used <= known | {"--help"}, f"{page.name}: {command.name} has no {used - known}"
         if command.name == "run" and words and words[0] in ready_recipes():
             sets = [words[n + 1] for n, word in enumerate(words[:-1]) if word == "--set"]
-            load_recipe(words[0], sets=[s for s in sets if "..." not in s and not s.split("=")[0].isupper()])
+            model = next((words[n + 1] for n, word in enumerate(words[:-1]) if word == "--from"), "")
+            sets = [s for s in sets if "..." not in s and not s.split("=")[0].isupper()]
+            load_recipe(words[0], sets=sets, model=model)
 
 
 @each_page

@@ -100,7 +100,8 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     )  # fmt: skip
     measured = result.evaluation
     save_stage_model(network, folder, ctx.out, files)
-    (ctx.out / "samples.json").write_text(json.dumps(samples, indent=1))
+    if samples.get("before"):
+        (ctx.out / "samples.json").write_text(json.dumps(samples, indent=1))
     headline, summary = f"{len(examples):,} texts; loss {result.final.get('nll', 0.0):.3f}", dict[str, Any]()
     if held_out:
         losses = [measured[when]["held_out_nll"] for when in ("before", "after")]
@@ -120,7 +121,8 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     )  # fmt: skip
     write_curve(
         ctx, objective="sft" if config.objective == "next_token" else config.objective,
-        loss=("nll", "Loss in nats per trained token"), trained_on=f"{len(examples):,} texts", samples=samples,
+        loss=("nll", "Loss in nats per trained token"), trained_on=f"{len(examples):,} texts",
+        samples=samples if samples.get("before") else None,
     )  # fmt: skip
 
 
