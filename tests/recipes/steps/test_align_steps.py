@@ -170,7 +170,7 @@ def test_report_shows_stages_of_whole_and_partial_run(store: Store, done: RunRes
     half = run(store, "rl.steps=3", until="sft")
     report(run=str(half.run.dir), out=tmp_path / "half.html", store=str(store.root))
     page = (tmp_path / "half.html").read_text()
-    assert "sft: loss</h3>" in page and "rl: " not in page and '<figure class="pair"' not in page
+    assert "sft: loss</h3>" in page and "rl: accuracy</h3>" not in page and '<figure class="pair"' not in page
 
 
 def test_deterministic_stages_ignore_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
