@@ -50,7 +50,8 @@ def _prompt(model: Artifact, found: Iterable[Artifact]) -> str:
     prompts = [str(a.summary.get("sample_prompt", "")) for a in (model, *parents)]
     prompt = next((text for text in prompts if 0 < len(text) <= MAX_PROMPT_CHARS), "...")
     if "samples.json" in model.files:
-        asked = [sample["prompt"] for sample in json.loads(model.file("samples.json").read_text())["before"]]
+        samples = json.loads(model.file("samples.json").read_text())
+        asked = [sample["prompt"] for sample in samples.get("before", [])]
         prompt = next((text for text in asked if len(text) <= MAX_PROMPT_CHARS), prompt)
     return prompt
 

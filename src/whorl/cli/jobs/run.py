@@ -117,8 +117,8 @@ def run(
     store_option = f" --store {shlex.quote(store)}" if store else ""
     progress.log(f"done in {format_duration(sum(result.seconds for result in results))}")
     if seeds is not None:
-        rows = figures_over_seeds([result.artifacts for result in results])
-        print_table(["figure", "runs", "mean", "95 % interval"], rows)
+        if rows := figures_over_seeds([result.artifacts for result in results]):
+            print_table(["figure", "runs", "mean", "95 % interval"], rows)
         progress.log(f"next:   whorl runs {' '.join(each.run_name for each in recipes)}{store_option}")
         return
     progress.log("\n".join(closing_lines([*results[0].artifacts.values()], store_option)))
