@@ -2,7 +2,7 @@
 
     [steps.sft]
     from = "quickstart/pretrain"    # in the role `model`: an artifact, or a folder in the format of transformers
-    from = ""                       # --from MODEL is needed
+    from = ""                       # a run needs --from MODEL
 
 `--from` puts a model in the place of the first step that makes one from no other model. That step is left out, with those
 before it that nothing else needs. A folder is imported by a step of the recipe. An artifact keeps its lineage.
@@ -19,6 +19,7 @@ from whorl.recipes.registry import ANY_ROLE, StepKind
 from whorl.store.address import user_path
 
 FROM = "from"
+A_MODEL = "an artifact such as quickstart/pretrain, or a folder in the format of transformers"
 
 
 def model_role(kind: StepKind) -> str:
@@ -86,13 +87,9 @@ def check_given(ref: Any, location: str, kind: StepKind) -> str:
     """Return the model that a step's `from` names. Raises ConfigError: it is none, or the step takes no model."""
     if not model_role(kind):
         raise ConfigError(f"{location}: {kind.name} starts from no model", do="leave out from")
-    if not isinstance(ref, str) or not ref:
-        raise ConfigError(
-            f"{location}: from is {ref!r}" if ref else f"{location}: a model to start from is needed",
-            expected="an artifact such as quickstart/pretrain, or a folder in the format of transformers",
-            do="`whorl run RECIPE --from MODEL`; `whorl ls` lists the artifacts",
-        )
-    if Path(ref).is_dir() and not (Path(ref) / "config.json").is_file():
+    if not isinstance(ref, str):
+        raise ConfigError(f"{location}: from is {ref!r}", expected=A_MODEL)
+    if ref and Path(ref).is_dir() and not (Path(ref) / "config.json").is_file():
         raise ConfigError(
             f"{location}: {ref} is a folder without config.json",
             expected="a model in the format of transformers",

@@ -27,6 +27,7 @@ from whorl.errors import ConfigError, NotApplicableError, StoreError, WhorlError
 from whorl.machine.device_probe import restore_threads, usable_cores
 from whorl.machine.kernel_choice import force_choices, recorded_choices
 from whorl.plan.forecast import RunInputs, forecast
+from whorl.recipes.given_models import A_MODEL
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext, StepKind, is_deterministic, start_native_builds
 from whorl.recipes.step_records import FAILED, LEFT_OUT, MADE, StepRecords, run_config
@@ -143,10 +144,15 @@ def open_given(recipe: Recipe, store: Store, existing: Collection[str] = ()) -> 
     """Return the artifacts that a recipe is given (`given_models.py`), by reference.
 
     Raises:
-        StoreError: one does not exist. ConfigError: it is of another kind.
+        StoreError: one does not exist. ConfigError: it is of another kind, or not given.
     """
     found = {}
     for ref, kind in recipe.given.items():
+        if not ref:
+            raise ConfigError(
+                f"{recipe.name} needs a model to start from", expected=A_MODEL,
+                do=f"`whorl run {recipe.name} --from MODEL`; `whorl ls` lists the artifacts",
+            )  # fmt: skip
         if ref in existing:
             continue
         found[ref] = artifact = store.open(ref)

@@ -215,7 +215,7 @@ def test_sft_needs_solutions() -> None:
     learn = '[steps.sft]\nparents = ["init_model", "own"]\ndata.seq_len = 32\n'
     with pytest.raises(DataError, match="has tasks but no solutions"):
         run_text(INIT_MODEL + own + learn)
-    with pytest.raises(ConfigError, match=r'path and source = "files"'):
+    with pytest.raises(ConfigError, match=r"own\.path is not given"):
         run_text(INIT_MODEL + own.replace('path = "own.jsonl", ', ""))
     write_jsonl("pairs.jsonl", [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(8)])
     given = own.replace("own.jsonl", "pairs.jsonl").replace('shape = "tasks"', 'shape = "pairs"')

@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whorl.errors import ConfigError, DataError, NotApplicableError
+from whorl.errors import DOCS_URL, ConfigError, DataError, NotApplicableError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.align.data_config import PreferencesConfig, SetConfig, TasksConfig
 
@@ -48,6 +48,11 @@ def tasks(ctx: StepContext, config: TasksConfig) -> None:
     from whorl.align.data.dataset_files import write_dataset
     from whorl.recipes.steps.align.generated_tasks import generated_tasks
 
+    if config.source == "files" and not config.path:
+        raise ConfigError(
+            f"{ctx.name}.path is not given", expected=f"a file or folder of records ({DOCS_URL}/data.md)",
+            do=f"--set {ctx.name}.path=talks.jsonl",
+        )  # fmt: skip
     if config.source == "files":
         made = _read_files(ctx, config, needs_test=config.shape == "tasks")
         counts = {

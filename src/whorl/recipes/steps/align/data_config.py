@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.errors import DOCS_URL
 from whorl.registry import require_extra
 
 BugKind = Literal["syntax", "operator", "variable", "constant", "return"]
@@ -16,8 +15,6 @@ class SetConfig(BaseModel):
     """Source and size of a data set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path_is_needed: ClassVar[bool] = True  # else a step without a path is left out
 
     seed: int = Field(default=0, ge=0)
     max_train: int = Field(
@@ -50,10 +47,6 @@ class SetConfig(BaseModel):
             raise ValueError('dataset and source = "reasoning_gym" or "verifiers" must be given together')
         if self.path and source != "files":
             raise ValueError('path is given, but source is not "files"')
-        if source == "files" and not self.path and self.path_is_needed:
-            raise ValueError(
-                f'with source = "files" a path = "talks.jsonl", a file or folder of records ({DOCS_URL}/data.md)'
-            )
         return self
 
 
@@ -95,7 +88,6 @@ class TasksConfig(SetConfig):
 class PreferencesConfig(SetConfig):
     """Pairs of completions, or single completions with a label."""
 
-    path_is_needed: ClassVar[bool] = False
     source: Literal["python", "files"] = "python"
     shape: Literal["preferences", "unpaired"] = Field(
         default="preferences",
