@@ -137,7 +137,9 @@ def test_a_folder_of_transformers_continues_and_is_imported_once(tmp_path: Path)
 def test_given_models_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"continue needs a model to start from(.|\n)*--from MODEL"):
         run(load_recipe("continue", sets=OTHER))
-    with pytest.raises(ConfigError, match=r"data\.path is not given(.|\n)*docs/data.md(.|\n)*--set data\.path="):
+    with pytest.raises(
+        ConfigError, match=r"data\.path is not given(.|\n)*docs/data.md(.|\n)*--set data\.path="
+    ):
         run(load_recipe("chat", model="tiny/pretrain"))
     with pytest.raises(StoreError, match=r"no artifact 'tiny/pretrainn'(.|\n)*tiny/pretrain"):
         run(load_recipe("chat", sets=CHAT, model="tiny/pretrainn"))
