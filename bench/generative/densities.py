@@ -36,13 +36,15 @@ from whorl.train.rows import train_rows
 
 @dataclass(frozen=True)
 class Bar:
-    """A model of a density. measure: by name; limit: the most, or the least if `least`."""
+    """A model of a density. measure: by name; limit: the most, or the least if `least`; steps, batch_size: of training."""
 
     method: str
     density: str
     measure: str
     limit: float
     least: bool = False
+    steps: int = 16_000
+    batch_size: int = 128
 
     @property
     def variant(self) -> str:
@@ -56,9 +58,9 @@ BARS = [
     Bar("ddpm", "8-gaussians", "KL", 0.05),
     Bar("flow", "checkerboard", "KL", 0.10),
     Bar("ddpm", "checkerboard", "KL", 0.10),
-    Bar("flow", "25-gaussians", "modes held", 25, least=True),
-    Bar("ddpm", "25-gaussians", "modes held", 25, least=True),
-    Bar("gan", "25-gaussians", "modes held", 25, least=True),
+    Bar("flow", "25-gaussians", "modes held", 25, least=True, steps=4000),
+    Bar("ddpm", "25-gaussians", "modes held", 25, least=True, steps=4000),
+    Bar("gan", "25-gaussians", "modes held", 25, least=True, steps=8000, batch_size=512),
 ]
 
 
@@ -83,7 +85,7 @@ def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--seeds", type=int, default=5)
         parser.add_argument("--only", default="", help="METHOD-DENSITY")
-        parser.add_argument("--steps", type=int, default=0, help="default: the method's")
+        parser.add_argument("--steps", type=int, default=0, help="default: those of the bar")
 
     args = parse(__doc__, arguments, smoke={"seeds": 1, "steps": 5, "rows": 20})
     torch.set_num_threads(1)
@@ -100,8 +102,8 @@ def main() -> None:
             continue
         values, seconds = list[float](), list[float]()
         for seed in range(args.seeds):
-            steps = {"steps": args.steps} if args.steps else {}
-            config = parse_config(bar.method, {**steps, "seed": seed})
+            settings = {"steps": args.steps or bar.steps, "batch_size": bar.batch_size, "seed": seed}
+            config = parse_config(bar.method, settings)
             task, began = GenerativeTask(open_data(bar.density), config), time.perf_counter()
             train_rows(task)
             seconds.append(time.perf_counter() - began)
