@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whorl.errors import ConfigError
 from whorl.recipes.registry import ANY_ROLE, StepKind
 from whorl.store.address import user_path
+
+if TYPE_CHECKING:
+    from whorl.recipes.recipe import RecipeStep
 
 FROM = "from"
 A_MODEL = "an artifact such as quickstart/pretrain, or a folder in the format of transformers"
@@ -65,6 +68,16 @@ def give_model(tables: dict[str, Any], kinds: Mapping[str, StepKind], ref: str) 
             table["parents"] = [name for name in given if name not in removed]
         if first in parents[step] and model_role(kinds[step]):
             table[FROM] = ref
+
+
+def given_artifacts(steps: Mapping[str, RecipeStep]) -> dict[str, str]:
+    """Return the parents that no step makes: reference -> kind of artifact that is needed."""
+    needed = [
+        (ref, step.kind.parent_roles().get(role))
+        for step in steps.values()
+        for role, ref in step.parents.items()
+    ]
+    return {ref: role[0] for ref, role in needed if ref not in steps and role is not None}
 
 
 def import_folders(tables: dict[str, Any]) -> dict[str, Any]:

@@ -82,16 +82,6 @@ class Recipe:
         """Permit the data of this run to name the code that the recipe names."""
         permit_code(*self.code)
 
-    @property
-    def given(self) -> dict[str, str]:
-        """Parents that no step makes: reference -> kind of artifact that is needed."""
-        return {
-            ref: step.kind.parent_roles()[role][0]
-            for step in self.steps.values()
-            for role, ref in step.parents.items()
-            if ref not in self.steps and role in step.kind.parent_roles()
-        }
-
     def to_json(self) -> dict[str, Any]:
         """Return the resolved recipe with every value, defaults included."""
         steps = {

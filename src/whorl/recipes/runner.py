@@ -27,7 +27,7 @@ from whorl.errors import ConfigError, NotApplicableError, StoreError, WhorlError
 from whorl.machine.device_probe import restore_threads, usable_cores
 from whorl.machine.kernel_choice import force_choices, recorded_choices
 from whorl.plan.forecast import RunInputs, forecast
-from whorl.recipes.given_models import A_MODEL
+from whorl.recipes.given_models import A_MODEL, given_artifacts
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext, StepKind, is_deterministic, start_native_builds
 from whorl.recipes.step_records import FAILED, LEFT_OUT, MADE, StepRecords, run_config
@@ -147,7 +147,7 @@ def open_given(recipe: Recipe, store: Store, existing: Collection[str] = ()) -> 
         StoreError: one does not exist. ConfigError: it is of another kind, or not given.
     """
     found = {}
-    for ref, kind in recipe.given.items():
+    for ref, kind in given_artifacts(recipe.steps).items():
         if not ref:
             raise ConfigError(
                 f"{recipe.name} needs a model to start from", expected=A_MODEL,
