@@ -5,8 +5,9 @@
 
 Three tasks in files of the harness, over public data: choices (logical deduction of BIG-Bench Hard, in ARC's form), last
 words (of GSM8K's questions, in LAMBADA's form) and generated answers (GSM8K, its final number). Both sides read the same
-files and one folder of `transformers`: a small Llama with a chat template, trained on the tasks' training records. Five
-examples come from the training records: drawn for each item (the harness's default), as a conversation, and the first five.
+files and one folder of `transformers`: a small Llama with a chat template, trained on all records, so that some items are
+right. Five examples come from the training records: drawn for each item (the harness's default), as a conversation, and the
+first five.
 
 Bars: every item has the same scores (acc, acc_norm, exact_match), the same text is generated, and every log-likelihood is
 within 5e-4 nats. A choice whose best two differ by less than that counts as a tie.
@@ -15,6 +16,7 @@ within 5e-4 nats. A choice whose best two differ by less than that counts as a t
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 import sys
@@ -57,7 +59,7 @@ TASKS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {  # of the harness; first_n is a key of the task
-    "drawn": {"num_fewshot": N_EXAMPLES, "gen_kwargs": {"max_gen_toks": 6, "until": ["\n", " "]}},
+    "drawn": {"num_fewshot": N_EXAMPLES, "gen_kwargs": {"max_gen_toks": 6, "until": ["\n", "."]}},
     "conversation": {"num_fewshot": N_EXAMPLES, "apply_chat_template": True, "fewshot_as_multiturn": True},
     "first_n": {"num_fewshot": N_EXAMPLES},
 }
@@ -88,11 +90,11 @@ def records(n_items: int) -> dict[str, tuple[list[dict[str, Any]], list[dict[str
 
 
 def training_texts(made: dict[str, Any]) -> list[str]:
-    """Return texts in the form of the prompts, so that some answers are right."""
-    rows = [f"Question: {r['question']}\nAnswer: {r['choices'][r['label']]}\n\n" for r in made["choice"][1]]
-    return rows + [
-        f"Question: {r['question']}\nAnswer: {r['answer'].split('#### ')[-1]}\n\n" for r in made["answer"][1]
-    ]
+    """Return all records in the form of the prompts."""
+    pairs = [(r["question"], r["choices"][r["label"]]) for split in made["choice"] for r in split]
+    pairs += [(r["question"], r["answer"].split("#### ")[-1]) for split in made["answer"] for r in split]
+    random.Random(0).shuffle(pairs)
+    return [f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in pairs]
 
 
 def write_tasks(folder: Path, made: dict[str, Any], setting: str) -> Path:
