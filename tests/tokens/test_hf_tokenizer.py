@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Core
 
-from whorl.cli.models.export import write_end_ids
 from whorl.errors import DataError
-from whorl.tokens.chat import ChatTemplate, load_chat_template
+from whorl.tokens.chat import ChatTemplate
+from whorl.tokens.chat.exported_folder import complete_exported_folder
 from whorl.tokens.hf_tokenizer import HFTokenizer, load_tokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -72,7 +72,7 @@ def test_token_that_a_template_writes_behind_a_reply_ends_texts(tmp_path: Path) 
     assert isinstance(t, HFTokenizer)
     end = t.added_tokens["<|user|>"]
     assert t.end_ids == (2, end) and end not in t.banned_ids(t.vocab_size)
-    write_end_ids(tmp_path / "generation_config.json", load_chat_template(folder, t))
+    complete_exported_folder(folder)
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": [2, end]}
     (folder / "chat_template.jinja").write_text("{% for %}")
     assert load_tokenizer(tmp_path).end_ids == (2, end)  # from the file; the template is damaged
