@@ -74,7 +74,7 @@ def test_draft_is_smaller_and_heads_keep_the_model(made: dict[str, Artifact]) ->
 def factory(folder: Path, **speculation: Any) -> ModelEngineFactory:
     sizes = EngineConfig(max_num_seqs=4, block_size=16)
     place = ModelLocation(str(folder), None, "target")
-    return ModelEngineFactory(place, MACHINE, sizes, 96, 1 << 24, (), Speculation(**speculation))
+    return ModelEngineFactory(place, MACHINE, sizes, 96, 1 << 24, speculation=Speculation(**speculation))
 
 
 @pytest.mark.parametrize("kind", ["draft", "multi_token"])
