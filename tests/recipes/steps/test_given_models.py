@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.support.evals.hf_folders import make_folder
 from tests.support.notes import TRAINING_RECIPE, write_notes
 from tests.support.recipes.align_steps import run_text, write_jsonl
 
-from whorl.errors import ConfigError, StoreError
+from whorl.errors import ConfigError, DataError, StoreError
 from whorl.models import load_model
 from whorl.recipes import load_recipe, parse_recipe, run_recipe
 from whorl.recipes.recipe import Recipe
@@ -106,6 +107,19 @@ def test_rows_of_new_markers_are_copies(made: dict[str, Artifact], tmp_path: Pat
     ids = torch.arange(12)[None]
     assert torch.equal(model(ids), base(ids))
     assert chat_files(files, tmp_path / "again") == files, "a model with a template keeps it"
+
+
+def test_templates_that_cannot_be_trained_are_refused(made: dict[str, Artifact], tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    shutil.copytree(made["pretrain"].path, folder, ignore=shutil.ignore_patterns("manifest.json"))
+    template = folder / "chat_template.jinja"
+    template.write_text("{% for m in messages %}<|user|>{{ m.content }}<|eos|>{% endfor %}")
+    recipe = load_recipe("chat", sets=CHAT, model=str(folder))
+    with pytest.raises(DataError, match=r"writes <\|user\|>, which is no token of its tokenizer"):
+        run(recipe)
+    template.write_text("{% for %}")  # the import notices that the file has changed
+    with pytest.raises(DataError, match="the chat template cannot be compiled"):
+        run(recipe)
 
 
 def test_pretraining_continues_with_a_share_of_the_old_text(made: dict[str, Artifact]) -> None:

@@ -31,10 +31,17 @@ def chat_files(folder: Path, out: Path) -> Path:
     """Return a folder with the tokenizer and template to train conversations with: `folder`, or `out`, which is written.
 
     Raises:
-        DataError: the tokenizer has no token that ends a text.
+        DataError: the template writes markers that are no tokens, or the tokenizer has no token that ends a text.
     """
     tokenizer = load_tokenizer(folder)
-    if load_chat_template(folder, tokenizer).kind == "model":
+    chat = load_chat_template(folder, tokenizer)
+    if chat.kind == "model":
+        if missing := chat.unknown_markers():
+            raise DataError(
+                f"the chat template of {folder} writes {missing[0]}, which is no token of its tokenizer",
+                expected="a tokenizer with the markers of the template",
+                do="copy the tokenizer's files of the same model, or remove the template: ChatML takes its place",
+            )
         return folder
     if not tokenizer.end_ids:
         raise DataError(f"the tokenizer of {folder} has no end-of-text token", do="choose another model")

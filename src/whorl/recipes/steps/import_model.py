@@ -28,7 +28,7 @@ class ImportConfig(BaseModel):
 
 def _with_file_hashes(config: ImportConfig, store: Store) -> ImportConfig:
     folder = Path(config.folder).expanduser()
-    files = sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")])
+    files = sorted(path for kind in ("json", "safetensors", "jinja") for path in folder.glob(f"*.{kind}"))
     if not config.folder or not (folder / "config.json").exists():
         raise ConfigError(
             f"{config.folder!r} contains no model",

@@ -47,6 +47,7 @@ from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.template_source import compile_template, read_template, turn_end
 from whorl.tokens.tokenizer import Tokenizer
 
+_MARKER = re.compile(r"<\|\w+\|>")  # the usual spelling of special tokens
 TemplateKind = Literal["model", "chatml", "transcript"]
 
 
@@ -102,7 +103,7 @@ class ChatTemplate:
         )
         self._special_pattern = _special_token_pattern(self.special_ids)
         self._template = compile_template(source)
-        known = {**added, **self.special_ids}
+        self._known = known = {**added, **self.special_ids}
         self.turn_end = turn_end(self._template, self.tokens, known)
         ends = (*tokenizer.end_ids, self.special_ids.get(IM_END), self.turn_end)
         self.stop_ids = frozenset(i for i in ends if i is not None)
@@ -113,6 +114,16 @@ class ChatTemplate:
     def is_trained(self) -> bool:
         """Whether the model was trained on this format; a transcript is only a way to prompt a base model."""
         return self.kind != "transcript"
+
+    def unknown_markers(self) -> list[str]:
+        """Return the markers <|name|> that the template writes around a short conversation and that are no tokens."""
+        turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        with suppress(Exception):  # of foreign code; it may need other roles
+            text = self._template.render(
+                **self.tokens, messages=turns, tools=None, add_generation_prompt=True
+            )
+            return sorted({*_MARKER.findall(text)} - self._known.keys())
+        return []
 
     def encode_prompt(
         self,
