@@ -54,7 +54,7 @@ class MidtrainDataConfig(DataConfig):
     )
     epochs: float = Field(default=1.0, gt=0, description="passes over the text, without a mixture")
     replay_fraction: float = Field(
-        default=0.25,
+        default=0.5,
         ge=0,
         lt=1,
         description="share of the training tokens from the text that the model was trained on, without a mixture",
