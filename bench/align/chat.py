@@ -1,7 +1,7 @@
 """Conversations with a checkable rule: is it kept on held-out prompts, and do other programs give the same answers?
 
     whorl run quickstart --until pretrain
-    python bench/align/chat.py                      # five seeds of each model; about half an hour on 2 cores
+    python bench/align/chat.py                      # five seeds of each model
     python bench/align/chat.py --only quickstart --seeds 1
 
 500 conversations teach three rules at once: every answer ends with a signature, the colour that a user has named is

@@ -1,6 +1,6 @@
 """Pretraining that continues on prose after code, against training on both from the start, at equal tokens.
 
-    python bench/train/continued.py                 # three seeds; about half an hour on 2 cores
+    python bench/train/continued.py --seeds 1
 
 The code is the standard library of Python, the prose tinyshakespeare. One model is pretrained on code, and the step
 `midtrain` with its defaults continues it on the prose and a share of the code, as `whorl run continue` does. Its peer of

@@ -11,7 +11,6 @@ before it that nothing else needs. A folder is imported by a step of the recipe.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import ConfigError
@@ -102,7 +101,7 @@ def check_given(ref: Any, location: str, kind: StepKind) -> str:
         raise ConfigError(f"{location}: {kind.name} starts from no model", do="leave out from")
     if not isinstance(ref, str):
         raise ConfigError(f"{location}: from is {ref!r}", expected=A_MODEL)
-    if ref and Path(ref).is_dir() and not (Path(ref) / "config.json").is_file():
+    if ref and user_path(ref).is_dir() and not (user_path(ref) / "config.json").is_file():
         raise ConfigError(
             f"{location}: {ref} is a folder without config.json",
             expected="a model in the format of transformers",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from whorl.serve.worker.disaggregated_model import ModelEngineFactory
 from whorl.serve.worker.engine_group import EngineGroup
 from whorl.serve.worker.several_models import find_models, load_models
 from whorl.store import Build, Store
+from whorl.store.manifest import FILE_NAME
 
 MACHINE = dataclasses.replace(probe(), device="cpu", dtype="float32")
 SIZES = EngineConfig(max_num_seqs=4, block_size=16)
@@ -152,6 +155,20 @@ def test_adapter_of_an_artifact_is_served_under_its_names(home: Path) -> None:
     folder = Store(home).open("a/sft").path / ADAPTER
     plain, _ = load(home, "b/pretrain", adapters=[f"any={folder}"])  # a folder states no base that is checked
     assert plain[1].name == "any"
+
+
+def test_adapter_with_a_chat_format_that_its_base_lacks_is_refused(home: Path) -> None:
+    store = Store(home)
+    with Build(store, kind="model", name="a/chat", parents={}, config={"n": "chat"}, version=1) as build:
+        shutil.copytree(
+            store.open("a/sft").path, build.path, dirs_exist_ok=True, ignore=lambda *_: [FILE_NAME]
+        )
+        path = build.path / "tokenizer.json"
+        content = json.loads(path.read_text())
+        content["added_tokens"].append({**content["added_tokens"][-1], "id": 300, "content": "<|turn|>"})
+        path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"chat format has tokens that a/pretrain lacks(.|\n)*serve a/chat"):
+        load(home, "a/pretrain", adapters=["a/chat"])
 
 
 @pytest.mark.parametrize(

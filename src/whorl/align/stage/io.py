@@ -73,20 +73,14 @@ def make_policy_model(
 
 
 def open_policy(
-    folder: Path,
-    config: StageConfig,
-    machine: Machine,
-    *,
-    adapt: Callable[[LanguageModel], LanguageModel] = lambda model: model,
-    files: Path | None = None,
-    **options: Any,
+    folder: Path, config: StageConfig, machine: Machine, **options: Any
 ) -> tuple[TokenEncoder, PolicyModel]:
     """Return the tokenizer and the model of a folder, as a stage on `machine` trains it.
 
-    adapt: applied to the model; files: folder of another tokenizer than the model's own. options: of `make_policy_model`.
+    options: of `make_policy_model`.
     """
     machine.apply()
-    tokenizer, model = TokenEncoder.load(files or folder), adapt(load_stage_model(folder, config, machine))
+    tokenizer, model = TokenEncoder.load(folder), load_stage_model(folder, config, machine)
     return tokenizer, make_policy_model(model, tokenizer, config, **options)
 
 

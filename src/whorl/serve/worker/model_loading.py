@@ -28,7 +28,7 @@ from whorl.models.lora import ADAPTER, CONFIG_FILE, load_lora
 from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel, mean_pooled_embedding
 from whorl.store import Store, user_path
 from whorl.tokens.token_encoder import TokenEncoder
-from whorl.tokens.tokenizer import Tokenizer
+from whorl.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CACHE_MEMORY_FRACTION = 0.25  # of the free memory
 
@@ -69,7 +69,7 @@ class ModelLocation:
         """Return the adapter of an option: NAME=FOLDER, NAME=ARTIFACT or ARTIFACT.
 
         Raises:
-            ConfigError: no name, one that is taken, an artifact without an adapter, or one of another base model.
+            ConfigError: no name, one that is taken, or an artifact without an adapter, of another base model or vocabulary.
             StoreError: no such artifact.
         """
         name, equals, ref = text.rpartition("=")
@@ -89,12 +89,22 @@ class ModelLocation:
                     f"--adapter {text}: it was trained on {base}, and {self.names[0]} is another model",
                     expected="its base model", do=f"serve that, or the copy that lies next to the adapter: {artifact.path}",
                 )  # fmt: skip
+            if _added_tokens(own) != _added_tokens(artifact.path):
+                raise ConfigError(
+                    f"--adapter {text}: its chat format has tokens that {self.names[0]} lacks",
+                    expected="a base model whose vocabulary has them",
+                    do=f"serve {artifact.name}, whose folder has the tokens and the base model",
+                )  # fmt: skip
         names = [name] if equals else names
         if not ref or not names[0] or names[0] in self.names:
             raise ConfigError(
                 f"--adapter {text}", expected="NAME=FOLDER, or NAME=ARTIFACT; the name must be unique"
             )
         return AdapterLocation(tuple(dict.fromkeys(names)), folder)
+
+
+def _added_tokens(folder: Path) -> Any:
+    return read_json(folder / TOKENIZER_FILE).get("added_tokens")
 
 
 def load_generation_model(

@@ -54,18 +54,26 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     """Fine-tune on solutions; only completion tokens and their end token are trained."""
     from whorl.align.data.dataset_files import read_conversations
     from whorl.align.stage.chat_format import chat_files, with_chat_rows
-    from whorl.align.stage.io import open_policy, read_tasks, record_pass_criterion, save_stage_model
+    from whorl.align.stage.io import (
+        load_stage_model,
+        make_policy_model,
+        read_tasks,
+        record_pass_criterion,
+        save_stage_model,
+    )  # fmt: skip
     from whorl.align.stage.sft import SFTTask, fine_tune, sum_nll
+    from whorl.tokens.token_encoder import TokenEncoder
 
     folder, tasks = ctx.parent_folder("model"), ctx.parents["tasks"].path
     talks = read_conversations(tasks, "test")[: config.eval_tasks]
     files = folder
     if (tasks / "conversations.train.jsonl").is_file():
         files = chat_files(folder, ctx.scratch / "chat")
-    tokenizer, network = open_policy(
-        folder, config, ctx.machine, context_hint=config.data.seq_len, files=files,
-        adapt=lambda model: model if files == folder else with_chat_rows(model, files, folder),
-    )  # fmt: skip
+    ctx.machine.apply()
+    tokenizer, model = TokenEncoder.load(files), load_stage_model(folder, config, ctx.machine)
+    if files != folder:
+        model = with_chat_rows(model, files, folder)
+    network = make_policy_model(model, tokenizer, config, context_hint=config.data.seq_len)
     examples, length_filter = load_sft_examples(ctx, tokenizer, config.data.seq_len + 1)
     held_out = load_sft_examples(ctx, tokenizer, config.data.seq_len + 1, "test")[0][:MAX_HELD_OUT]
     tests = read_tasks(tasks, "test")

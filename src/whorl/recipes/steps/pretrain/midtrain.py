@@ -16,6 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.corpus.mixture import CorpusMixture
@@ -35,10 +36,8 @@ if TYPE_CHECKING:
 
 RECORDS = 1000  # draws from the mixture in a run; fewer would make its shares coarse
 RECORD_BYTES = 1 << 15, 1 << 19  # at least, at most
-SEQ_LEN, ROW_TOKENS = (
-    512,
-    8192,
-)  # rows, and tokens of a step, for a model that no job of this package has trained
+# Positions of a row and tokens of a step, for a model that no job of this package has trained.
+SEQ_LEN, STEP_TOKENS = 512, 8192
 
 
 class MidtrainDataConfig(DataConfig):
@@ -177,7 +176,7 @@ def job_before(ctx: StepContext, folder: Path) -> dict[str, Any]:
     ctx.machine.apply()
     seq_len = min(SEQ_LEN, model.max_length)
     job = Job(
-        tokens="", model=model, seq_len=seq_len, batch_size=max(1, ROW_TOKENS // seq_len), steps=1,
+        tokens="", model=model, seq_len=seq_len, batch_size=max(1, STEP_TOKENS // seq_len), steps=1,
         dtype=machine.dtype, threads=machine.threads, device=machine.device,
     )  # fmt: skip
     return job.model_dump()
@@ -202,34 +201,29 @@ def old_tokens(ctx: StepContext) -> TokenSet | None:
 
 def with_replay(ctx: StepContext, new: TokenSet, old: TokenSet | None, config: MidtrainConfig) -> TokenSet:
     """Return a token set with the new documents and old ones, drawn by the seed, up to `config.data.replay_fraction`."""
-    from whorl.tokens.shards import ShardWriter, TokenSet
+    from whorl.tokens.shards import ShardWriter, TokensConfig, TokenSet
     from whorl.tracking.seeds import numpy_rng
 
     if old is None or not config.data.replay_fraction:
         return new
-    out = ctx.scratch / "tokens"
+    out, wanted = ctx.scratch / "tokens", config.data.replay_fraction / (1 - config.data.replay_fraction)
     out.mkdir(parents=True, exist_ok=True)
-    source, drawn = old.split("train"), 0
-    wanted = len(new.split("train")) * config.data.replay_fraction / (1 - config.data.replay_fraction)
+    train, source = new.split("train"), old.split("train")
     order = numpy_rng(config.seed, "replay").permutation(source.n_documents)
-    with ShardWriter(out, "train", new, 1 << 27) as writer:
-        for split, numbers in ((new.split("train"), range(new.split("train").n_documents)), (source, order)):
-            rows = split.documents.select(["bytes", "id", "source", "path", "offset"]).to_pylist()
-            for number in numbers:
-                if split is source:
-                    if drawn >= wanted:
-                        break
-                    drawn += int(source.lengths[number])
-                row, ids = rows[number], split.document(int(number))
-                writer.add(ids[1:-1], row["bytes"], row["id"], row["source"], row["path"], row["offset"])
-        writer.finish()
-    with ShardWriter(out, "validation", new, 1 << 27) as writer:
+    order = order[: 1 + int(np.searchsorted(source.lengths[order].cumsum(), wanted * len(train)))]
+    drawn = int(source.lengths[order].sum())
+    parts = {"train": [(train, np.arange(train.n_documents)), (source, order)]}
+    if "validation" in new.splits:
         held_out = new.split("validation")
-        for number, row in enumerate(held_out.documents.to_pylist()):
-            ids = held_out.document(number)
-            writer.add(ids[1:-1], row["bytes"], row["id"], row["source"], row["path"], row["offset"])
-        writer.finish()
-    share = drawn / (drawn + len(new.split("train")))
+        parts["validation"] = [(held_out, np.arange(held_out.n_documents))]
+    for part, found in parts.items():
+        with ShardWriter(out, part, new, TokensConfig().shard_tokens) as writer:
+            for split, numbers in found:
+                for number, row in zip(numbers, split.documents.take(numbers).to_pylist(), strict=True):
+                    origin = [row[name] for name in ("bytes", "id", "source", "path", "offset")]
+                    writer.add(split.document(int(number))[1:-1], *origin)
+            writer.finish()
+    share = drawn / (drawn + len(train))
     ctx.progress.log(f"    {drawn:,} tokens of old text, {share:.0%} of all, against forgetting")
     return TokenSet(out)
 
