@@ -110,7 +110,7 @@ def test_rows_of_new_markers_are_copies(made: dict[str, Artifact], tmp_path: Pat
 
 
 def test_templates_that_cannot_be_trained_are_refused(made: dict[str, Artifact], tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
+    folder = tmp_path / "imported"
     shutil.copytree(made["pretrain"].path, folder, ignore=shutil.ignore_patterns("manifest.json"))
     template = folder / "chat_template.jinja"
     template.write_text("{% for m in messages %}<|user|>{{ m.content }}<|eos|>{% endfor %}")
@@ -138,7 +138,7 @@ def test_pretraining_continues_with_a_share_of_the_old_text(made: dict[str, Arti
 
 
 def test_a_folder_of_transformers_continues_and_is_imported_once(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "theirs", "gpt2")
+    folder = make_folder(tmp_path / "imported", "gpt2")
     sets = [*OTHER, "continue.data.seq_len=32", "continue.lr_scale=1"]
     recipe = load_recipe("continue", sets=sets, model=str(folder))
     assert "imported" in recipe.steps and recipe.steps["tokens"].parents["model"] == "imported"

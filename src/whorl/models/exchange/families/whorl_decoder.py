@@ -39,7 +39,7 @@ def read_whorl_decoder(fields: ConfigReader) -> TransformerConfig:
     fields.must_be("hidden_act", "relu2")
     fields.mark_read("max_position_embeddings")
     config = whorl_decoder(
-        **{ours: fields.get(theirs, int, above=0) for theirs, ours in (SIZES | HEADS).items()},
+        **{own: fields.get(name, int, above=0) for name, own in (SIZES | HEADS).items()},
         smear_keys=fields.get("smear_keys", bool),
         ngram_orders=fields.get("ngram_orders", list, []),
         ngram_buckets=fields.get("ngram_buckets", int, above=0),
@@ -62,8 +62,8 @@ def write_whorl_decoder(config: TransformerConfig) -> dict[str, Any]:
         served = min(int(YARN_FACTOR * trained), max(SERVED_LENGTH, trained))
     return {
         "auto_map": {name: f"{MODELING_FILE.stem}.{kind}" for name, kind in CLASSES.items()},
-        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
-        **{theirs: getattr(heads, ours) for theirs, ours in HEADS.items()},
+        **{name: getattr(config, own) for name, own in SIZES.items()},
+        **{name: getattr(heads, own) for name, own in HEADS.items()},
         "hidden_act": "relu2",
         "rms_norm_eps": config.norm_eps,
         "rope_base": heads.rope.base,
