@@ -104,7 +104,7 @@ def test_llama_cpp_continues_as_the_engine(kind: str, error: float, tmp_path: Pa
     prompt = [1, 5, 9, 33, 7]
     llama = llama_cpp(tmp_path / "m.gguf", n_ctx=64, logits_all=True, type_k=0, type_v=0, flash_attn=False)
     stream = llama.generate(prompt, temp=0.0)
-    found = [int(next(stream)) for _ in range(12)]
+    continued = [int(next(stream)) for _ in range(12)]
     llama.reset()
     llama.eval(prompt)
     found = torch.from_numpy(llama.scores[: len(prompt)].copy())
@@ -114,4 +114,4 @@ def test_llama_cpp_continues_as_the_engine(kind: str, error: float, tmp_path: Pa
     if kind == "f32":
         engine = Engine(model, EngineConfig(max_num_seqs=1))
         (made,) = engine.generate([prompt], SamplingParams(temperature=0), max_tokens=12)
-        assert found == [token.id for token in made.tokens] and len(set(found)) > 1
+        assert continued == [token.id for token in made.tokens] and len(set(continued)) > 1
