@@ -1,0 +1,41 @@
+"""URLs of logs: `sqlite:FILE`, `postgresql://...`, `nats://...`, `kafka://...`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import cast
+
+from whorl.errors import ConfigError, one_of
+from whorl.log.port import Log
+
+# scheme -> module and class, and the extra that it needs
+BACK_ENDS = {"sqlite": ("whorl.log.sqlite", "SqliteLog", "log")}
+
+
+def open_log(url: str) -> Log:
+    """Open a log.
+
+    Raises:
+        ConfigError: no such scheme, or its client is not installed. LogUnavailableError: it does not answer.
+    """
+    scheme = url.partition(":")[0]
+    if scheme not in BACK_ENDS:
+        raise ConfigError(
+            f"the log {url!r} begins with {scheme!r}", expected=one_of(scheme, list(BACK_ENDS)),
+            do="give a URL such as sqlite:events.db or postgresql://localhost/events",
+        )  # fmt: skip
+    module, name, extra = BACK_ENDS[scheme]
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{scheme} needs a package that is not installed: {error}", do=f"pip install 'whorl[{extra}]'"
+        ) from error
+    return cast(Log, kind(url))
+
+
+def default_log(store: str | os.PathLike[str]) -> str:
+    """Return the URL of the log beside a store: the variable WHORL_LOG, or a SQLite file in its folder."""
+    return os.environ.get("WHORL_LOG") or f"sqlite:{Path(store) / 'log' / 'events.db'}"
