@@ -8,7 +8,7 @@ import time
 import pytest
 
 from whorl.errors import ConfigError
-from whorl.log import Bounds, Event, Log, TopicConfig, open_log
+from whorl.log import Event, Log, OffsetRange, TopicConfig, open_log
 from whorl.log.groups import FencedError
 from whorl.log.port import OffsetRemovedError, RecordTooLargeError
 
@@ -106,7 +106,7 @@ def test_a_removed_offset_is_an_error_with_the_missing_range(log):
     log.create("t", TopicConfig(partitions=1, retention_records=5))
     fill(log, 20)
     assert log.retain("t") == 15
-    assert log.bounds("t") == [Bounds(15, 20)]
+    assert log.bounds("t") == [OffsetRange(15, 20)]
     assert numbers(log, "t") == [15, 16, 17, 18, 19]
     with pytest.raises(OffsetRemovedError) as error:
         log.fetch("t", 0, 3)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from whorl.errors import DataError
-from whorl.log import Event, Record
+from whorl.log import Event, LogRecord
 from whorl.log.event import Schema, UnreadableRecordError
 from whorl.log.partitioning import murmur2, partition_of
 
 
-def record_of(value: bytes) -> Record:
-    return Record("t", 0, 7, "k", 0.0, value)
+def record_of(value: bytes) -> LogRecord:
+    return LogRecord("t", 0, 7, "k", 0.0, value)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What an actor wrote is sealed, and unreadable once the actor is forgotten."""
+"""What an actor wrote is sealed, and unreadable once the actor is erased."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 
 from whorl.errors import DataError
 from whorl.loop.actor_keys import ActorKeys
-from whorl.loop.events import Choice, CompletionMade, FeedbackGiven
+from whorl.loop.events import Answer, CompletionMade, FeedbackGiven
 
 
 def made() -> CompletionMade:
     return CompletionMade(
-        "cmpl-1", "m", "abc", "ada", "secret prompt", [1, 2], [Choice("secret answer", [3])]
+        "cmpl-1", "m", "abc", "ada", "secret prompt", [1, 2], [Answer("secret answer", [3])]
     )
 
 
@@ -24,13 +24,13 @@ def test_a_sealed_event_shows_no_text_and_opens_to_what_it_was(tmp_path):
     assert keys.seal(like) is like  # nothing to hide
 
 
-def test_a_forgotten_actor_cannot_be_read_or_written_again(tmp_path):
+def test_an_erased_actor_cannot_be_read_or_written_again(tmp_path):
     keys = ActorKeys(tmp_path / "keys.db")
     sealed = keys.seal(made().event(0.0))
-    assert keys.forget("ada") and not keys.forget("ada")
+    assert keys.erase("ada") and not keys.erase("ada")
     assert keys.open(sealed) is None
     assert ActorKeys(tmp_path / "keys.db").open(sealed) is None
-    with pytest.raises(DataError, match="'ada' is forgotten"):
+    with pytest.raises(DataError, match="'ada' is erased"):
         keys.seal(made().event(0.0))
 
 

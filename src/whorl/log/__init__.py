@@ -8,19 +8,19 @@ with log.group("counts", ["feedback"]) as reader:
     reader.commit()
 """
 
-from whorl.log.event import Event, Record
+from whorl.log.event import Event, LogRecord
 from whorl.log.groups import Reader
 from whorl.log.locations import default_log, open_log
-from whorl.log.port import Bounds, Guarantees, Log, Position, TopicConfig
+from whorl.log.port import Guarantees, Log, OffsetRange, Position, TopicConfig
 
 __all__ = [
-    "Bounds",
     "Event",
     "Guarantees",
     "Log",
+    "LogRecord",
+    "OffsetRange",
     "Position",
     "Reader",
-    "Record",
     "TopicConfig",
     "default_log",
     "open_log",

@@ -7,7 +7,7 @@ On disk and on the wire an event is JSON with the attributes of CloudEvents 1.0 
 
 `id` names the event, not the attempt to send it: a retry has the same one. `time` is when it happened; a record also has the
 time of its append, and the two may be far apart where a browser was offline. `data` of None is a tombstone: compaction then
-forgets the key.
+removes the key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Upcaster = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class UnreadableRecordError(DataError):
-    """A record is not an event that this version reads. Readers put it aside and go on."""
+    """A record is not an event that this version reads. Readers move it to the quarantine and continue."""
 
 
 def new_id() -> str:
@@ -37,7 +37,7 @@ def new_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happened.
+    """Something that happened.
 
     Attributes:
         type: such as "feedback.given". key: decides the partition; events of one key keep their order.
@@ -75,7 +75,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class LogRecord:
     """An event at its place in the log.
 
     Attributes:
@@ -94,7 +94,7 @@ class Record:
         """Return the event, in the newest version of its schema.
 
         Args:
-            schemas: event type -> `Schema`; a type without one is read as it is.
+            schemas: event type -> `Schema`; types without one are read unchanged.
 
         Raises:
             UnreadableRecordError: no UTF-8, no JSON, no event, or a version from the future.
@@ -131,7 +131,7 @@ class Schema:
         if event.version > self.version:
             raise UnreadableRecordError(
                 f"{place}: {event.type} of version {event.version}",
-                expected=f"at most {self.version}, which this version of Whorl knows", do="upgrade Whorl",
+                expected=f"at most {self.version}", do="upgrade Whorl",
             )  # fmt: skip
         data = event.data
         for version in range(event.version, self.version):

@@ -21,7 +21,7 @@ import orjson
 from whorl.errors import WhorlError
 
 if TYPE_CHECKING:
-    from whorl.log.event import Record
+    from whorl.log.event import LogRecord
     from whorl.log.port import Log
 
 POLL_SECONDS = 0.02
@@ -81,12 +81,12 @@ class Reader:
         self._partitions = [(t, p) for t in topics for p in range(log.topic(t).partitions)]
         self._renew_at = 0.0
 
-    def read(self, limit: int = 1000, timeout: float = 1.0) -> list[Record]:
+    def read(self, limit: int = 1000, timeout: float = 1.0) -> list[LogRecord]:
         """Return the next records of the assigned partitions, in order within each; empty after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             self._heartbeat()
-            records: list[Record] = []
+            records: list[LogRecord] = []
             for partition in random.sample(self.assigned, len(self.assigned)):  # none starves
                 some = self.log.fetch(*partition, self.positions[partition], limit - len(records))
                 if some:
@@ -99,7 +99,7 @@ class Reader:
             time.sleep(POLL_SECONDS)
 
     def commit(self) -> None:
-        """Record that all records read so far are done with."""
+        """LogRecord that all records read so far are done with."""
         positions = {f"{t}/{p}": offset for (t, p), offset in self.positions.items()}
 
         def change(state: GroupState) -> None:

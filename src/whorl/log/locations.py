@@ -37,5 +37,5 @@ def open_log(url: str) -> Log:
 
 
 def default_log(store: str | os.PathLike[str]) -> str:
-    """Return the URL of the log beside a store: the variable WHORL_LOG, or a SQLite file in its folder."""
+    """Return the URL of the log that belongs to a store: the variable WHORL_LOG, or a SQLite file in its folder."""
     return os.environ.get("WHORL_LOG") or f"sqlite:{Path(store) / 'log' / 'events.db'}"

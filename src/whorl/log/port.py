@@ -1,4 +1,4 @@
-"""What every back end of the log offers: `Log`, the settings of a topic, and what an acknowledgement survives.
+"""The interface of all back ends of the log: `Log`, the settings of a topic, and what an acknowledgement survives.
 
 A topic has a fixed number of partitions; records of one key are in one partition, in order. `append` returns once its
 records survive what `Log.guarantees` names. A back end gives the storage: `submit`, `fetch`, `bounds`, `trim`,
@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, DataError, WhorlError
-from whorl.log.event import Event, Record
+from whorl.log.event import Event, LogRecord
 from whorl.log.groups import GroupState, Reader
 
 FETCH = 1000  # records at a time
@@ -34,7 +34,7 @@ class RecordTooLargeError(DataError):
 
 
 class OffsetRemovedError(DataError):
-    """Retention removed records that a reader asked for. first, last: the missing offsets."""
+    """Retention removed records before a reader came to them. first, last: the missing offsets."""
 
     def __init__(self, topic: str, partition: int, first: int, last: int) -> None:
         self.topic, self.partition, self.first, self.last = topic, partition, first, last
@@ -76,7 +76,7 @@ class Position(NamedTuple):
     offset: int
 
 
-class Bounds(NamedTuple):
+class OffsetRange(NamedTuple):
     """Offsets of a partition: the first that is kept, and the next to be written."""
 
     first: int
@@ -85,7 +85,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Guarantees:
-    """What a back end promises.
+    """The guarantees of a back end.
 
     Attributes:
         survives: what an acknowledged record survives. duplicates: which repeated appends it recognises.
@@ -136,11 +136,11 @@ class Log(ABC):
             ) from None
 
     @abstractmethod
-    def bounds(self, topic: str) -> list[Bounds]:
+    def bounds(self, topic: str) -> list[OffsetRange]:
         """Return the bounds of every partition."""
 
     @abstractmethod
-    def fetch(self, topic: str, partition: int, offset: int, limit: int = FETCH) -> list[Record]:
+    def fetch(self, topic: str, partition: int, offset: int, limit: int = FETCH) -> list[LogRecord]:
         """Return up to `limit` records from an offset on; empty at the end.
 
         Raises:
@@ -153,15 +153,15 @@ class Log(ABC):
 
     @abstractmethod
     def compact(self, topic: str, now: float | None = None) -> int:
-        """Keep the newest record of each key, and no tombstone older than the topic says; return how many were removed."""
+        """Keep the newest record of each key, and no tombstone older than `tombstone_seconds`; return how many were removed."""
 
     @abstractmethod
     def find_offset(self, topic: str, partition: int, when: float) -> int:
-        """Return the first offset that was recorded at `when` or later; the next offset if there is none."""
+        """Return the first offset that was recorded at `when` or later; the next offset if no record is so new."""
 
     @abstractmethod
     def document(self, name: str) -> tuple[bytes, int]:
-        """Return a document and its version; (b"", 0) if there is none."""
+        """Return a document and its version; (b"", 0) if it does not exist."""
 
     @abstractmethod
     def put_document(self, name: str, content: bytes, version: int) -> bool:
@@ -192,8 +192,8 @@ class Log(ABC):
         }
 
     def replay(
-        self, topic: str, start: float = 0.0, bounds: Sequence[Bounds] | None = None
-    ) -> Iterator[Record]:
+        self, topic: str, start: float = 0.0, bounds: Sequence[OffsetRange] | None = None
+    ) -> Iterator[LogRecord]:
         """Yield the records of a topic up to now, partition by partition.
 
         Args:
@@ -215,7 +215,7 @@ class Log(ABC):
     def retain(self, topic: str, now: float | None = None) -> int:
         """Remove what the settings of the topic let go, and return the number of offsets removed.
 
-        What a group has still to read is kept, unless the group is `max_lag` records behind.
+        Records that a group has still to read are kept, unless the group is `max_lag` records behind.
         """
         config, now = self.topic(topic), now or time.time()
         groups = [state for state in self._groups().values() if topic in state.topics]
@@ -234,7 +234,7 @@ class Log(ABC):
         return removed
 
     def topic(self, name: str) -> TopicConfig:
-        """Return the settings of a topic. Raises ConfigError: there is none."""
+        """Return the settings of a topic. Raises ConfigError: no such topic."""
         found = self.topics()
         if name not in found:
             raise ConfigError(
@@ -271,7 +271,7 @@ def checked(config: TopicConfig, topic: str, events: Sequence[Event]) -> list[by
 
 
 def check_same_partitions(topic: str, found: TopicConfig, asked: TopicConfig | None) -> TopicConfig:
-    """Return `found`. Raises ConfigError: another number of partitions is asked for."""
+    """Return `found`. Raises ConfigError: it has another number of partitions."""
     if asked is not None and asked.partitions != found.partitions:
         raise ConfigError(
             f"the topic {topic!r} with {asked.partitions} partitions has {found.partitions}",

@@ -1,8 +1,8 @@
 """A log in one SQLite file, which several processes may share.
 
-`sqlite:FILE`. One thread of each process writes: it takes everything that waits and commits it in one transaction (group
-commit, as in DeWitt et al. 1984, "Implementation techniques for main memory database systems"), so that many writers
-share one flush of the disk. WAL with `synchronous=FULL`: a record that was acknowledged survives a power failure. Offsets
+`sqlite:FILE`. One thread of each process writes. It commits everything that waits in one transaction, so that many writers
+share one flush of the disk (group commit; DeWitt et al. 1984, "Implementation techniques for main memory database
+systems"). WAL with `synchronous=FULL`: a record that was acknowledged survives a power failure. Offsets
 are given inside the transaction, under SQLite's write lock, so they have no gap and appear in order.
 """
 
@@ -19,13 +19,13 @@ from typing import Any
 import apsw
 
 from whorl.errors import ConfigError, DataError
-from whorl.log.event import Event, Record
+from whorl.log.event import Event, LogRecord
 from whorl.log.partitioning import partition_of
 from whorl.log.port import (
-    Bounds,
     Guarantees,
     Log,
     LogUnavailableError,
+    OffsetRange,
     OffsetRemovedError,
     Position,
     TopicConfig,
@@ -103,14 +103,14 @@ class SqliteLog(Log):
         self._waiting.put((topic, events, checked(self.topic(topic), topic, events), future))
         return future
 
-    def bounds(self, topic: str) -> list[Bounds]:
+    def bounds(self, topic: str) -> list[OffsetRange]:
         self.topic(topic)
         rows = self._connection().execute(
             "SELECT first, next FROM ends WHERE topic = ? ORDER BY partition", (topic,)
         )
-        return [Bounds(*row) for row in rows]
+        return [OffsetRange(*row) for row in rows]
 
-    def fetch(self, topic: str, partition: int, offset: int, limit: int = 1000) -> list[Record]:
+    def fetch(self, topic: str, partition: int, offset: int, limit: int = 1000) -> list[LogRecord]:
         database = self._connection()
         with database:  # one snapshot: a trim between the two queries would look like the end
             rows: list[Any] = database.execute(
@@ -123,7 +123,7 @@ class SqliteLog(Log):
                 found: Any = database.execute(query, (topic, partition)).fetchone()
                 if found is not None and offset < found[0]:
                     raise OffsetRemovedError(topic, partition, offset, found[0] - 1)
-        return [Record(topic, *row) for row in rows]
+        return [LogRecord(topic, *row) for row in rows]
 
     def trim(self, topic: str, partition: int, offset: int) -> None:
         database = self._connection()

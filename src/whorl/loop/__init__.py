@@ -1,1 +1,1 @@
-"""What follows from use: the events of a served model, and the views of them; see docs/loop.md."""
+"""The events of a served model, and the views of them; see docs/loop.md."""

@@ -2,8 +2,8 @@
 
     keys = ActorKeys(Path(".whorl/log/keys.db"))
     event = keys.seal(event)          # AES-256-GCM of the private fields under the actor's key
-    keys.open(event)                  # None once the actor is forgotten
-    keys.forget("ada")
+    keys.open(event)                  # None once the actor is erased
+    keys.erase("ada")
 
 Keys lie apart from the log: a copy of the log without this file shows who clicked what, and no text.
 """
@@ -44,7 +44,7 @@ class ActorKeys:
         """Return the event with its private fields sealed.
 
         Raises:
-            DataError: the actor is forgotten.
+            DataError: the actor is erased.
         """
         data = dict(event.data or {})
         private = {name: data.pop(name) for name in PRIVATE.get(event.type, ()) if data.get(name)}
@@ -52,13 +52,13 @@ class ActorKeys:
             return event
         cipher = self._cipher(data["actor"], make=True)
         if cipher is None:
-            raise DataError(f"the actor {data['actor']!r} is forgotten", expected="another name")
+            raise DataError(f"the actor {data['actor']!r} is erased", expected="another name")
         nonce = os.urandom(12)
         sealed = nonce + cipher.encrypt(nonce, orjson.dumps(private), event.id.encode())
         return dataclasses.replace(event, data=data | {"sealed": base64.b64encode(sealed).decode()})
 
     def open(self, event: Event) -> dict[str, Any] | None:
-        """Return the data with the private fields; None if the actor is forgotten.
+        """Return the data with the private fields; None if the actor is erased.
 
         Raises:
             DataError: the seal was made with another key, or for another event.
@@ -79,7 +79,7 @@ class ActorKeys:
                 f"{event.type} {event.id}: the seal does not open", expected="the key file of this log"
             ) from None
 
-    def forget(self, actor: str) -> bool:
+    def erase(self, actor: str) -> bool:
         """Destroy the key of an actor; return whether there was one. No new one is made for this name."""
         with self._lock:
             self._cache.pop(actor, None)
