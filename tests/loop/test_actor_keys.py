@@ -6,12 +6,12 @@ import pytest
 
 from whorl.errors import DataError
 from whorl.loop.actor_keys import ActorKeys
-from whorl.loop.events import Answer, CompletionMade, FeedbackGiven
+from whorl.loop.events import LoggedAnswer, CompletionMade, FeedbackGiven
 
 
 def made() -> CompletionMade:
     return CompletionMade(
-        "cmpl-1", "m", "abc", "ada", "secret prompt", [1, 2], [Answer("secret answer", [3])]
+        "cmpl-1", "m", "abc", "ada", "secret prompt", [1, 2], [LoggedAnswer("secret answer", [3])]
     )
 
 

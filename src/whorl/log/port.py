@@ -153,7 +153,7 @@ class Log(ABC):
 
     @abstractmethod
     def compact(self, topic: str, now: float | None = None) -> int:
-        """Keep the newest record of each key, and no tombstone older than `tombstone_seconds`; return how many were removed."""
+        """Keep the newest record of each key; remove tombstones older than `tombstone_seconds`. Returns how many went."""
 
     @abstractmethod
     def find_offset(self, topic: str, partition: int, when: float) -> int:

@@ -7,8 +7,8 @@
     quarantine    place of the record     record.rejected       what a view could not read, and why
 
 Feedback is keyed by its actor: the clicks of one person keep their order, and a popular completion is spread over all
-partitions. The text that a person wrote (`prompt`, `prompt_ids`, `choices`, `text` of an edit) is sealed with a key of the actor
-(`actor_keys.py`), so that `whorl forget` makes it unreadable without changing the log.
+partitions. The text that a person wrote (`prompt`, `prompt_ids`, `choices`, `text` of an edit) is sealed with a key of the
+actor (`actor_keys.py`), so that `whorl forget` makes it unreadable without changing the log.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FEEDBACK_KINDS: tuple[str, ...] = get_args(FeedbackKind)
 
 
 @dataclass(frozen=True)
-class Answer:
+class LoggedAnswer:
     """One answer. ids: its tokens, with the end if there was one. finish: as in the API."""
 
     text: str
@@ -60,7 +60,7 @@ class CompletionMade:
     actor: str
     prompt: str | list[dict[str, Any]]
     prompt_ids: list[int]
-    choices: list[Answer]
+    choices: list[LoggedAnswer]
     settings: dict[str, Any] = field(default_factory=dict)
     pair: str = ""
     side: str = ""
@@ -69,7 +69,7 @@ class CompletionMade:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> CompletionMade:
         """Read the opened data of an event."""
-        return cls(**{**data, "choices": [Answer(**choice) for choice in data["choices"]]})
+        return cls(**{**data, "choices": [LoggedAnswer(**choice) for choice in data["choices"]]})
 
     def event(self, time: float) -> Event:
         """Return the event; seal it before it is appended (`ActorKeys.seal`)."""
