@@ -6,7 +6,7 @@ import pytest
 
 from whorl.errors import DataError
 from whorl.loop.actor_keys import ActorKeys
-from whorl.loop.events import LoggedAnswer, CompletionMade, FeedbackGiven
+from whorl.loop.events import CompletionMade, FeedbackGiven, LoggedAnswer
 
 
 def made() -> CompletionMade:
