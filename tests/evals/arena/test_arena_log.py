@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from whorl.errors import DataError
 from whorl.evals.arena.arena_log import ArenaLog, Battle, BattleTurn, VoteConflictError
+from whorl.log import Event
 
 TURN = BattleTurn("Say hi.", "hi", "hello there", right_finish="length")
 
@@ -70,14 +74,35 @@ def test_one_of_many_votes_at_once_counts(tmp_path: Path) -> None:
     assert outcomes.count("new") == 1 and outcomes.count("conflict") == 6 and log.n_votes() == 1
 
 
-def test_events_cannot_be_changed(tmp_path: Path) -> None:
-    log = ArenaLog(tmp_path / "log.sqlite")
+def test_a_turn_that_comes_after_a_vote_of_another_process_is_refused(tmp_path: Path) -> None:
+    log, other = ArenaLog(tmp_path / "log.sqlite"), ArenaLog(tmp_path / "log.sqlite")
     log.add_battle(battle("1", TURN))
-    log.add_vote("1", "tie")
-    database = sqlite3.connect(tmp_path / "log.sqlite")
-    for statement in ("UPDATE events SET content = '{}'", "DELETE FROM events WHERE kind = 'vote'"):
-        with pytest.raises(sqlite3.IntegrityError, match="only appended"):
-            database.execute(statement)
+    append = log._append
+
+    def late(*events: Event) -> int:
+        other.add_vote("1", "left")
+        return append(*events)
+
+    log._append = late  # type: ignore[method-assign]
+    with pytest.raises(VoteConflictError, match="conversation has ended"):
+        log.add_turn("1", TURN)
+    assert [len(b.turns) for b in other.battles()] == [1]
+
+
+def test_a_file_of_an_older_version_keeps_its_votes(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE events (number INTEGER PRIMARY KEY, battle, kind, time REAL, content)")
+        head = {"left": "a", "right": "b", "weight": 1.0, "addresses": ["x", "y"], "settings": {}}
+        rows = [("battle", head), ("turn", asdict(TURN)), ("vote", {"choice": "left", "voter": "v"})]
+        database.executemany(
+            "INSERT INTO events (battle, kind, time, content) VALUES ('1', ?, 5.0, ?)",
+            [(kind, json.dumps(content)) for kind, content in rows],
+        )
+    for _ in range(2):
+        with ArenaLog(path) as log:
+            [vote] = log.votes()
+            assert (vote.choice, vote.voter, vote.time, vote.left_length) == ("left", "v", 5.0, 2)
 
 
 def test_bad_input_is_refused(tmp_path: Path) -> None:
@@ -90,7 +115,7 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the vote 'first'.*"):
         log.add_vote("1", "first")  # type: ignore[arg-type]
     (tmp_path / "text").write_text("no database, but long enough to be one\n" * 100)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot be opened"):
         ArenaLog(tmp_path / "text")
 
 

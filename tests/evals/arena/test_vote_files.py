@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ RECORD = {
 
 @given(st.lists(st.tuples(st.sampled_from(CHOICES), st.text(), st.text(), st.floats(0.1, 5)), max_size=5))
 def test_records_come_back_as_the_same_votes(battles: list[tuple[Any, str, str, float]]) -> None:
-    with ArenaLog(Path(":memory:")) as log:
+    with TemporaryDirectory() as folder, ArenaLog(Path(folder) / "log.sqlite") as log:
         for number, (choice, left, right, weight) in enumerate(battles):
             log.add_battle(Battle(str(number), "x", "y", weight, turns=(BattleTurn("p", left, right),) * 2))
             log.add_vote(str(number), choice, "me")
@@ -74,10 +75,10 @@ def test_bad_records_are_named(change: dict[str, Any], message: str) -> None:
         parse_votes([RECORD, {**RECORD, **change}], "file")
 
 
-def test_preferences_are_those_of_decisive_votes() -> None:
+def test_preferences_are_those_of_decisive_votes(tmp_path: Path) -> None:
     turn, settings = BattleTurn("p", "l", "r"), {"system": "s"}
     one = Battle("1", "x", "y", settings=settings, turns=(turn,))
-    with ArenaLog(Path(":memory:")) as log:
+    with ArenaLog(tmp_path / "log.sqlite") as log:
         for k, (battle, choice) in enumerate((
             (one, "right"), (one, "tie"), (replace(one, turns=(turn, turn)), "left"),
             (replace(one, turns=(BattleTurn("p", "same", "same"),)), "left"),

@@ -1,12 +1,12 @@
-"""The log of an arena: battles with their conversations, missing answers and votes, in one SQLite file.
+"""Battles of an arena: the topic `arena` of an event log, and a view of it in memory.
 
-    battle     models, sides, weight, settings          one event; the conversation follows in turns
-    turn       prompt and both answers
-    missing    model and reason of an answer that did not arrive
-    vote       choice and voter                         at most one for each battle
+    arena.battle     models, sides, weight, settings          the conversation follows in turns
+    arena.turn       prompt and both answers
+    arena.missing    model and reason of an answer that did not arrive
+    arena.vote       choice and voter                         the first of a battle counts
 
-Events are only appended; triggers refuse changes and deletions. An event is on disk when its method returns (WAL with
-`synchronous=FULL`), so `kill -9` loses no vote that was confirmed. Several processes may write.
+The key of an event is its battle; the topic has one partition, so that battles have an order. An event is on disk when its
+method returns, so `kill -9` loses no vote that was confirmed (`log/sqlite.py`). Several processes may write.
 
 A vote that arrives twice with one choice is confirmed again and counts once. With another choice it is refused: the first
 one stays, because the names of the models were shown after it.
@@ -14,39 +14,24 @@ one stays, because the names of the models were shown after it.
 
 from __future__ import annotations
 
-import json
-import sqlite3
+import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import apsw
+import orjson
+
 from whorl.errors import DataError, shorten
 from whorl.evals.arena.battles import CHOICES, Choice, Vote
+from whorl.log import Event, LogRecord, TopicConfig, open_log
 
-BUSY_SECONDS = 60.0  # wait for another process's transaction
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS events (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    battle TEXT NOT NULL,
-    kind TEXT NOT NULL,
-    time REAL NOT NULL,
-    content TEXT NOT NULL
-);
-CREATE INDEX IF NOT EXISTS events_of_battle ON events (battle);
-CREATE UNIQUE INDEX IF NOT EXISTS one_battle ON events (battle) WHERE kind = 'battle';
-CREATE UNIQUE INDEX IF NOT EXISTS one_vote ON events (battle) WHERE kind = 'vote';
-CREATE TRIGGER IF NOT EXISTS no_update BEFORE UPDATE ON events BEGIN SELECT RAISE(ABORT, 'events are only appended'); END;
-CREATE TRIGGER IF NOT EXISTS no_late_turn BEFORE INSERT ON events
-    WHEN NEW.kind = 'turn' AND EXISTS (SELECT 1 FROM events WHERE battle = NEW.battle AND kind = 'vote')
-    BEGIN SELECT RAISE(ABORT, 'the battle has a vote'); END;
-CREATE TRIGGER IF NOT EXISTS no_delete BEFORE DELETE ON events BEGIN SELECT RAISE(ABORT, 'events are only appended'); END;
-"""
+TOPIC = "arena"
 
 
 class UnknownBattleError(DataError):
@@ -93,48 +78,44 @@ class Battle:
 
 
 class ArenaLog:
-    """The events of one arena. A context manager; its methods may be called from any thread.
+    """The battles of one arena. A context manager; its methods may be called from any thread.
+
+    Args:
+        path: a SQLite file of a log; one of an older version is read into it.
 
     Raises:
-        DataError: the file is no log of an arena; or from any method, it cannot be written.
+        DataError: the file is no log; LogUnavailableError: from any method, it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._database = sqlite3.connect(
-                path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
-            )
-            self._database.execute("PRAGMA journal_mode=WAL")
-            self._database.execute("PRAGMA synchronous=FULL")
-            self._database.executescript(_SCHEMA)
-        except sqlite3.DatabaseError as error:
-            raise DataError(
-                f"{path} cannot be read: {error}", expected="the log of an arena, a SQLite file",
-                do="give another file",
-            ) from error  # fmt: skip
+        self.path, self._lock, self._next = path, threading.Lock(), 0
+        self._battles_by_id, self._vote_offsets = dict[str, Battle](), dict[str, int]()
+        self._clicks, self._missing = dict[str, str](), list[dict[str, str]]()
+        self._log = open_log(f"sqlite:{path}")
+        self._log.create(TOPIC, TopicConfig(partitions=1, max_record_bytes=16 << 20))
+        if self._log.bounds(TOPIC)[0].next == 0 and (events := _old_events(path)):
+            self._log.append(TOPIC, *events)
 
     def add_battle(self, battle: Battle) -> None:
         """Append a battle and its turns, in one transaction."""
         content = {
             name: value for name, value in asdict(battle).items() if name not in ("id", "turns", "vote")
         }
-        turns = [("turn", asdict(turn)) for turn in battle.turns]
-        self._append(battle.id, [("battle", content), *turns])
+        turns = [Event("arena.turn", battle.id, asdict(turn)) for turn in battle.turns]
+        self._append(Event("arena.battle", battle.id, content, id=f"{battle.id}/battle"), *turns)
 
     def add_turn(self, battle: str, turn: BattleTurn) -> None:
         """Append a turn. Raises UnknownBattleError; VoteConflictError: the battle has a vote, from any process."""
-        self.battle(battle)
-        try:
-            self._append(battle, [("turn", asdict(turn))])
-        except sqlite3.IntegrityError:
-            raise VoteConflictError("the battle has a vote, so its conversation has ended") from None
+        ended = self.battle(battle).vote is not None
+        if not ended:
+            offset = self._append(Event("arena.turn", battle, asdict(turn)))
+            ended = self.battle(battle).vote is not None and self._vote_offsets[battle] < offset
+        if ended:
+            raise VoteConflictError("the battle has a vote, so its conversation has ended")
 
     def add_missing(self, battle: str, model: str, reason: str) -> None:
         """Append that an answer did not arrive."""
-        self._append(battle, [("missing", {"model": model, "reason": reason})])
+        self._append(Event("arena.missing", battle, {"model": model, "reason": reason}))
 
     def add_vote(self, battle: str, choice: Choice, voter: str = "") -> bool:
         """Append a vote; return False if the battle has the same one already.
@@ -146,20 +127,22 @@ class ArenaLog:
             raise DataError(f"the vote {shorten(str(choice))!r}", expected=f"one of: {', '.join(CHOICES)}")
         if not self.battle(battle).turns:
             raise DataError("the battle has no answers", expected="a vote after the answers")
-        try:
-            self._append(battle, [("vote", {"choice": choice, "voter": voter})])
-        except sqlite3.IntegrityError:
-            found = self.battle(battle).vote
-            if found is not None and found.choice == choice:
-                return False
-            raise VoteConflictError(
-                "the battle has another vote already", expected="one vote per battle", do="start a new battle"
-            ) from None
-        return True
+        click = secrets.token_hex(8)
+        content = {"choice": choice, "voter": voter, "click": click}
+        self._append(Event("arena.vote", battle, content, id=f"{battle}/vote"))
+        found = self.battle(battle).vote
+        if self._clicks[battle] == click:
+            return True
+        if found is not None and found.choice == choice:
+            return False
+        raise VoteConflictError(
+            "the battle has another vote already", expected="one vote per battle", do="start a new battle"
+        )
 
     def battle(self, battle: str) -> Battle:
         """Return a battle. Raises UnknownBattleError: no battle has this id."""
-        found = next(self._battles("WHERE battle = ?", (battle,)), None)
+        self._catch_up()
+        found = self._battles_by_id.get(battle)
         if found is None:
             raise UnknownBattleError(
                 f"there is no battle {shorten(battle)!r}", expected="the id of a battle of this arena"
@@ -168,36 +151,31 @@ class ArenaLog:
 
     def battles(self) -> Iterator[Battle]:
         """Yield all battles with their conversations, in order."""
-        yield from self._battles("", ())
+        self._catch_up()
+        yield from list(self._battles_by_id.values())
 
     def votes(self) -> list[Vote]:
         """Return all votes, in the order of their battles."""
-        return [b.vote for b in self._battles("", ()) if b.vote is not None]
+        return [b.vote for b in self.battles() if b.vote is not None]
 
     def n_votes(self) -> int:
         """Return the number of votes."""
-        with self._lock:
-            return int(
-                self._database.execute("SELECT COUNT(*) FROM events WHERE kind = 'vote'").fetchone()[0]
-            )
+        self._catch_up()
+        return len(self._clicks)
 
     def missing(self) -> Counter[str]:
         """Return the number of missing answers of each model."""
-        return Counter(each["model"] for each in self._missing())
+        self._catch_up()
+        return Counter(each["model"] for each in self._missing)
 
     def missing_reasons(self) -> Counter[str]:
         """Return why answers are missing, with their numbers."""
-        return Counter(f"{each['model']}: {each['reason']}" for each in self._missing())
-
-    def _missing(self) -> list[dict[str, str]]:
-        with self._lock:
-            rows = self._database.execute("SELECT content FROM events WHERE kind = 'missing'").fetchall()
-        return [json.loads(content) for (content,) in rows]
+        self._catch_up()
+        return Counter(f"{each['model']}: {each['reason']}" for each in self._missing)
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            self._database.close()
+        self._log.close()
 
     def __enter__(self) -> ArenaLog:
         return self
@@ -207,38 +185,50 @@ class ArenaLog:
     ) -> None:
         self.close()
 
-    def _append(self, battle: str, events: list[tuple[str, dict[str, Any]]]) -> None:
-        rows = [(battle, kind, time.time(), json.dumps(content)) for kind, content in events]
-        with self._lock:
-            try:
-                self._database.execute("BEGIN IMMEDIATE")
-                self._database.executemany(
-                    "INSERT INTO events (battle, kind, time, content) VALUES (?, ?, ?, ?)", rows
-                )
-                self._database.execute("COMMIT")
-            except sqlite3.Error as error:
-                if self._database.in_transaction:
-                    self._database.execute("ROLLBACK")
-                if isinstance(error, sqlite3.IntegrityError):
-                    raise
-                raise DataError(f"{self.path} cannot be written: {error}", do="check the disk") from error
+    def _append(self, *events: Event) -> int:
+        """Append events; return the offset of the last."""
+        return self._log.append(TOPIC, *events)[-1].offset
 
-    def _battles(self, where: str, values: tuple[str, ...]) -> Iterator[Battle]:
+    def _catch_up(self) -> None:
+        """Apply the records that this view has not seen."""
         with self._lock:
-            query = f"SELECT battle, kind, time, content FROM events {where} ORDER BY number"
-            rows = self._database.execute(query, values).fetchall()
-        events: dict[str, list[tuple[str, float, dict[str, Any]]]] = {}
-        for battle, kind, when, content in rows:
-            events.setdefault(battle, []).append((kind, when, json.loads(content)))
-        for battle, own in events.items():
-            head = next((content for kind, _, content in own if kind == "battle"), None)
-            if head is None:  # only missing answers
-                continue
-            head["addresses"] = tuple(head["addresses"])
-            turns = tuple(BattleTurn(**content) for kind, _, content in own if kind == "turn")
-            made = Battle(id=battle, **head, turns=turns)
-            last = next(((when, content) for kind, when, content in own if kind == "vote"), None)
-            yield made if last is None else _with_vote(made, *last)
+            while records := self._log.fetch(TOPIC, 0, self._next):
+                for record in records:
+                    self._apply(record)
+                self._next = records[-1].offset + 1
+
+    def _apply(self, record: LogRecord) -> None:
+        event = record.event()
+        name, content = event.key, dict(event.data or {})
+        if event.type == "arena.missing":
+            self._missing.append(content)
+        elif event.type == "arena.battle":
+            content["addresses"] = tuple(content["addresses"])
+            self._battles_by_id[name] = Battle(id=name, **content)
+        elif name in self._clicks:
+            return  # the first vote ended the battle
+        elif event.type == "arena.turn":
+            battle = self._battles_by_id[name]
+            self._battles_by_id[name] = replace(battle, turns=(*battle.turns, BattleTurn(**content)))
+        elif event.type == "arena.vote":
+            self._clicks[name], self._vote_offsets[name] = content.get("click", ""), record.offset
+            self._battles_by_id[name] = _with_vote(self._battles_by_id[name], event.time, content)
+
+
+def _old_events(path: Path) -> list[Event]:
+    """Return the events of a file of version 0.2, whose table was `events`."""
+    with closing(
+        apsw.Connection(str(path))
+    ) as database:  # the same SQLite as the log: two in one process lose locks
+        if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'events'").fetchall():
+            return []
+        rows: Any = database.execute(
+            "SELECT battle, kind, time, content FROM events ORDER BY number"
+        ).fetchall()
+    return [
+        Event(f"arena.{kind}", battle, orjson.loads(content), time=when)
+        for battle, kind, when, content in rows
+    ]
 
 
 def _with_vote(battle: Battle, when: float, content: dict[str, Any]) -> Battle:
