@@ -13,18 +13,19 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
 from whorl.engine.request import Request
-from whorl.engine.sampling.grammar import compile_ahead
 from whorl.errors import shorten
 from whorl.http.hosts import is_loopback
 from whorl.http.loop_watchdog import LoopWatchdog
 from whorl.http.shares import Shares
-from whorl.serve.config import ServeConfig
+from whorl.serve.completion_log import CompletionLog
+from whorl.serve.config import LARGE_BODY_BYTES, ServeConfig
 from whorl.serve.errors import ApiError
 from whorl.serve.middleware.admission import client_of
 from whorl.serve.middleware.auth import RELOAD_SECONDS, KeyLimits, KeyStore
@@ -36,7 +37,6 @@ from whorl.serve.worker.worker import EngineProtocol, EngineWorker, Stream
 
 T = TypeVar("T")
 LIMITS_FOLDER = "WHORL_LIMITS_FOLDER"  # set by `whorl serve --replicas`
-LARGE_BODY_BYTES = 1 << 13  # larger request bodies are processed outside of the event loop
 MAX_WAITING_GRAMMARS, MAX_GRAMMARS_PER_CLIENT = 64, 8
 
 
@@ -47,6 +47,7 @@ class AppState:
         engine: None if only an embedder is served.
         models: the first is the default model.
         limits_folder: where replicas share the rate limits of a key; by default the variable `LIMITS_FOLDER`.
+        events: the log of completions and feedback; closed with this state.
     """
 
     def __init__(
@@ -55,11 +56,14 @@ class AppState:
         models: Sequence[ServedModel | ServedEmbedder],
         engine: EngineProtocol | None,
         limits_folder: Path | None = None,
+        events: CompletionLog | None = None,
     ) -> None:
-        self.config, self.models = config, list(models)
+        self.config, self.models, self.events = config, list(models), events
         self.metrics = ServerMetrics(config.slo_ttft, config.slo_tpot)
         self.worker = EngineWorker(engine if engine is not None else _NoEngine(), self._on_finish)
         self.metrics.worker = self.worker
+        if events is not None:
+            self.metrics.registry.register(events.unlogged)
         self.watchdog = self.metrics.watchdog = LoopWatchdog(self.metrics.loop_delay.observe)
         self.key_store: KeyStore | None = None
         if config.key_file is not None:
@@ -78,9 +82,11 @@ class AppState:
         self._embedding_places = Shares(config.max_queue, max(1, config.max_queue // 2))
 
     def close(self) -> None:
-        """End the process and the thread that compile grammars."""
+        """End the process and the thread that compile grammars, and close the log."""
         self._grammar_thread.close()
         self._grammar_checker.close()
+        if self.events is not None:
+            self.events.close()
 
     def check_accepting(self, limits: KeyLimits | None = None) -> None:
         """Raise ApiError if the server is draining or its engine failed. Routes charge the limits of a key."""
@@ -200,13 +206,9 @@ class AppState:
         engine: Any = self.worker.engine
         engine = getattr(engine, "engines", {}).get(request.model, engine)
         compile_grammar = getattr(engine, "compile_grammar", None)
-
-        def compile_checked() -> Any:
-            self._grammar_checker.check(grammar)
-            return None if compile_grammar is None else compile_ahead(compile_grammar, grammar)
-
+        work = partial(self._grammar_checker.compile, compile_grammar, grammar)
         try:
-            return await self._grammar_thread.run(request.client, compile_checked)
+            return await self._grammar_thread.run(request.client, work)
         except asyncio.QueueFull:
             message = "too many grammars wait to be compiled"
             raise ApiError(503, message, code="queue_full", retry_after=2) from None

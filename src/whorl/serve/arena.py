@@ -34,7 +34,7 @@ from whorl.http.hosts import http_address, is_loopback
 from whorl.http.server_process import prepare_server_process
 from whorl.http.shares import Shares
 from whorl.serve import errors
-from whorl.serve.api.app import ErrorHandlingRoute
+from whorl.serve.api.strict_route import ErrorHandlingRoute
 from whorl.serve.app_state import key_limits
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError, OrjsonResponse

@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+LARGE_BODY_BYTES = 1 << 13  # larger request bodies are processed outside of the event loop
+
 
 class ServeConfig(BaseModel):
     """Settings of the server. The engine has a separate `EngineConfig`."""
@@ -98,6 +100,19 @@ class ServedModelConfig(BaseModel):
         default=None, description="type of the computation; default: the faster one"
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads; default: the fastest number")
+
+
+class EventLogConfig(BaseModel):
+    """The event log of a server (docs/loop.md)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    log: bool = Field(default=False, description="log completions of users who consent, and feedback on them")
+    log_url: str | None = Field(
+        default=None,
+        description="where; default: the variable WHORL_LOG, else a SQLite file of the store",
+        json_schema_extra={"metavar": "URL"},
+    )
 
 
 class ServerProcessesConfig(BaseModel):

@@ -24,6 +24,7 @@ from whorl.http.draining_server import DrainingServer, server_config
 from whorl.models import Transformer
 from whorl.serve.api.app import create_app
 from whorl.serve.app_state import AppState
+from whorl.serve.completion_log import CompletionLog
 from whorl.serve.config import ServeConfig
 from whorl.serve.server import bind_socket
 from whorl.serve.worker.model_loading import served_model
@@ -57,11 +58,11 @@ def make_tiny_engine(tokenizer: Tokenizer | None = None) -> Engine:
     return open_engine(model, config, encoder, grammar_ends=encoder.stop_ids)
 
 
-def make_state(engine: Any = None, **settings: Any) -> AppState:
+def make_state(engine: Any = None, events: CompletionLog | None = None, **settings: Any) -> AppState:
     tokenizer = make_tokenizer()
     engine = engine or make_tiny_engine(tokenizer)
     model = served_model(["tiny", "random/tiny"], TokenEncoder(tokenizer), engine)
-    return AppState(ServeConfig(port=0, **settings), [model], engine)
+    return AppState(ServeConfig(port=0, **settings), [model], engine, events=events)
 
 
 class Running:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from whorl.cli.config_options import Configs, config_options
 from whorl.cli.options import StoreOption, serve_extra
+from whorl.cli.serving.serve_processes import print_manifest, serve_replicas_of
 
 if TYPE_CHECKING:
     from whorl.engine.config import EngineConfig
     from whorl.machine.device_probe import Machine
-    from whorl.serve.config import ServeConfig, ServedModelConfig, ServerProcessesConfig
+    from whorl.serve.config import EventLogConfig, ServeConfig, ServedModelConfig, ServerProcessesConfig
     from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
     from whorl.serve.worker.model_loading import ModelLocation
 
@@ -26,13 +24,14 @@ ENGINE_OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "weight_dtype", "kv_
 
 def _configs() -> Configs:
     from whorl.engine.config import EngineConfig
-    from whorl.serve.config import ServeConfig, ServedModelConfig, ServerProcessesConfig
+    from whorl.serve.config import EventLogConfig, ServeConfig, ServedModelConfig, ServerProcessesConfig
 
     return {
         "server": (ServeConfig, SERVER_OPTIONS),
         "served": (ServedModelConfig, ()),
         "engine": (EngineConfig, ENGINE_OPTIONS),
         "processes": (ServerProcessesConfig, ()),
+        "events": (EventLogConfig, ()),
     }
 
 
@@ -49,6 +48,7 @@ def serve(
     served: ServedModelConfig,
     engine: EngineConfig,
     processes: ServerProcessesConfig,
+    events: EventLogConfig,
     store: StoreOption = None,
 ) -> None:
     """Serve models: a chat page and an API compatible with OpenAI's.
@@ -66,6 +66,8 @@ def serve(
         whorl serve quickstart/pretrain ./Qwen3-0.6B my/embedder
 
         whorl serve mine/pretrain --draft mine/draft
+
+        whorl serve quickstart/rl --log
 
         curl localhost:8000/v1/models
 
@@ -90,14 +92,15 @@ def serve(
     with serve_extra():
         from whorl.serve.server import bind_socket, check_auth_required
     if processes.manifest is not None:
-        _print_manifest(model[0], server, engine, processes, store)
+        print_manifest(model[0], server, engine, processes, store)
         return
     check_auth_required(server, processes.no_auth)
     if processes.replicas > 1:
-        _serve_replicas(server, processes)
+        serve_replicas_of(server, processes)
         return
     from whorl.machine.device_probe import probe
     from whorl.serve.app_state import AppState
+    from whorl.serve.completion_log import CompletionLog
     from whorl.serve.server import run_server as run
     from whorl.serve.worker.model_entry import ServedModel
     from whorl.serve.worker.several_models import find_models
@@ -106,6 +109,8 @@ def serve(
     single = {"--name": served.name, "--adapter": served.adapter, "--chat-template": served.chat_template,
               "--draft": served.draft, "--prefill": processes.prefill, "--decode": processes.decode}  # fmt: skip
     places = find_models(model, store, served.name, [option for option, value in single.items() if value])
+    logged = events.log or events.log_url is not None
+    log = CompletionLog.open(store, events.log_url) if logged else None
     machine = probe(dtype=served.dtype, threads=served.threads)
     machine.apply()
     models, made = _load_models(places, machine, server, served, engine, processes)
@@ -118,7 +123,7 @@ def serve(
             print("the model has no trained chat template: the page completes text", file=sys.stderr)
 
     try:
-        run(AppState(server, models, made), listening, ready)
+        run(AppState(server, models, made, events=log), listening, ready)
     finally:
         if processes.prefill or processes.decode:
             made.close()
@@ -146,64 +151,3 @@ def _load_models(
         tuple(places[0].adapter(text) for text in served.adapter), served.chat_template, speculation,
     )  # fmt: skip
     return load_models(places, make, processes.prefill, processes.decode)
-
-
-def _print_manifest(
-    model: str, server: ServeConfig, engine: EngineConfig, processes: ServerProcessesConfig, store: str | None
-) -> None:
-    """Print the manifest for `processes.manifest`. That for Ray has the addresses, sizes and paths of this machine."""
-    from whorl.router.manifests import DeploymentSpec, manifest_for_command
-    from whorl.serve.server import check_auth_required
-
-    own = ("--manifest", "--replicas", "--max-num-seqs", "--drain", "--host", "--port")
-    kind, words, sizes = processes.manifest or "", sys.argv[1:], dict[str, Any]()
-    if kind == "ray":
-        check_auth_required(server, processes.no_auth)
-        # A folder here may have the verb's name.
-        words = [str(Path(w).absolute()) if w != "serve" and Path(w).exists() else w for w in words]
-        if Path(model).exists():
-            model = str(Path(model).absolute())
-        elif store is None:
-            home = os.environ.get("WHORL_HOME") or ".whorl"
-            words += ["--store", home if "://" in home else str(Path(home).absolute())]
-        sizes = {"host": server.host, "port": server.port or 8000, **_sizes_of_machine(processes.replicas)}
-    what = DeploymentSpec(
-        model=model, replicas=processes.replicas, max_num_seqs=engine.max_num_seqs,
-        drain_seconds=max(1, int(server.drain_seconds)), **sizes,
-    )  # fmt: skip
-    print(manifest_for_command(kind, what, words, own), end="")
-
-
-def _sizes_of_machine(replicas: int) -> dict[str, Any]:
-    """Return cores and memory of a replica, such that `replicas` fit on this machine, for `DeploymentSpec`."""
-    import psutil
-
-    from whorl.machine.device_probe import usable_cores
-
-    # Ray offers the memory that is available at its start, without its object store, which takes 0.3 of it.
-    memory = 0.5 * psutil.virtual_memory().available / 2**30 / replicas
-    return {
-        "cpus": max(1, min(4, usable_cores() // replicas)),
-        "memory_gib": max(0.1, min(8.0, round(memory, 1))),
-    }
-
-
-def _serve_replicas(server: ServeConfig, processes: ServerProcessesConfig) -> None:
-    """Run several servers, each with the same options, behind a router."""
-    from whorl.router.metrics import SLO
-    from whorl.router.replica_processes import drop_options, serve_replicas
-    from whorl.serve.app_state import LIMITS_FOLDER
-    from whorl.serve.server import api_key_check
-
-    same = drop_options(sys.argv[1:], ("--replicas", "--host", "--port"))
-    print(
-        f"starting {processes.replicas} replicas behind http://{server.host}:{server.port}",
-        file=sys.stderr,
-        flush=True,
-    )
-    with tempfile.TemporaryDirectory(prefix="whorl-limits-") as folder:
-        serve_replicas(
-            [sys.executable, "-m", "whorl.cli", *same], processes.replicas, server.host, server.port,
-            grace=server.drain_seconds + 10, slo=SLO(server.slo_ttft, server.slo_tpot), no_auth=processes.no_auth,
-            is_api_key=api_key_check(server), env={LIMITS_FOLDER: folder},
-        )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib import metadata
@@ -12,16 +12,13 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
 from whorl.http.server_process import trim_memory
 from whorl.serve import errors
 from whorl.serve.api import chat, embeddings, responses
 from whorl.serve.api import completions as text_completions
-from whorl.serve.api.json_bounds import parse_json, parse_large_json
+from whorl.serve.api.feedback import add_feedback_routes
 from whorl.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -30,13 +27,14 @@ from whorl.serve.api.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from whorl.serve.app_state import LARGE_BODY_BYTES, AppState
+from whorl.serve.api.strict_route import ErrorHandlingRoute
+from whorl.serve.app_state import AppState
 from whorl.serve.errors import OrjsonResponse
 from whorl.serve.middleware.admission import AdmissionMiddleware
 from whorl.serve.page_files import add_page_routes
 from whorl.serve.worker.engine_group import engine_of
 from whorl.serve.worker.engine_state import engine_counters, engine_snapshot, evicted_tokens
-from whorl.serve.worker.model_entry import ServedModel
+from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
 
 LARGE_WORK_THREADS = (
     2  # parsing and encoding of large requests; more would compete for the interpreter's lock
@@ -77,51 +75,6 @@ STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-class _StrictJSONRequest(HttpRequest):
-    """Parses JSON strictly: no NaN, no lone surrogates, bounded shape (`json_bounds.py`). A large body becomes a `model`."""
-
-    model: type[BaseModel] | None = None
-
-    async def json(self) -> Any:
-        body = await self.body()
-        if len(body) > LARGE_BODY_BYTES:
-            return await asyncio.to_thread(parse_large_json, body, self.model)
-        return parse_json(body)
-
-
-class ErrorHandlingRoute(APIRoute):
-    """A route that parses bodies strictly and returns every error in OpenAI's format."""
-
-    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
-        original = super().get_route_handler()
-        model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
-
-        async def handle(request: HttpRequest) -> Response:
-            strict = _StrictJSONRequest(request.scope, request.receive)
-            strict.model = model
-            try:
-                return await original(strict)
-            except RequestValidationError as error:
-                if model is not None and (kind := _wrong_content_type(request)):
-                    message = f"the content-type is {kind!r}; send the JSON with the header content-type: application/json"
-                    return errors.ApiError(400, message).response
-                return errors.from_validation_errors(error.errors()).response
-            except errors.STOPPING:
-                raise
-            except (
-                BaseException
-            ) as error:  # handled here: outside of the routes it would be logged and raised again
-                return errors.to_api_error(error).response
-
-        return handle
-
-
-def _wrong_content_type(request: HttpRequest) -> str:
-    """Return the content type of a request if it is not JSON, shortened; `curl -d` sends the one of a form."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return "" if kind == "application/json" or kind.endswith("+json") else kind[:100]
-
-
 def create_app(state: AppState) -> FastAPI:
     """Return the server's application with its middleware. Its lifespan starts and stops the engine thread."""
 
@@ -154,6 +107,8 @@ def create_app(state: AppState) -> FastAPI:
     _add_generation_routes(app, state)
     _add_model_routes(app, state)
     _add_monitoring_routes(app, state)
+    if state.events is not None:
+        add_feedback_routes(app, state.events, lambda http: state.charge_rate_limit(http, 0))
     add_page_routes(app, {"/": "chat.html", "/engine": "engine.html"})
     return app
 
@@ -185,13 +140,18 @@ def _add_generation_routes(app: FastAPI, state: AppState) -> None:
 
 
 def _add_model_routes(app: FastAPI, state: AppState) -> None:
+    def card_of(model: ServedModel | ServedEmbedder) -> dict[str, Any]:
+        if state.events is None or not isinstance(model, ServedModel):
+            return model.card
+        return {**model.card, "whorl": {**model.card["whorl"], "log": True}}
+
     @app.get("/v1/models", tags=["models"])
     async def models() -> Response:
-        return OrjsonResponse({"object": "list", "data": [model.card for model in state.models]})
+        return OrjsonResponse({"object": "list", "data": [card_of(model) for model in state.models]})
 
     @app.get("/v1/models/{name:path}", tags=["models"])
     async def model(name: str) -> Response:
-        return OrjsonResponse(state.find_model(name).card)
+        return OrjsonResponse(card_of(state.find_model(name)))
 
 
 def _add_monitoring_routes(app: FastAPI, state: AppState) -> None:

@@ -12,8 +12,9 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from whorl.serve.api.completions import ResponseForm, respond
+from whorl.serve.api.kept_completion import choose_model
 from whorl.serve.api.protocol import ChatRequest
-from whorl.serve.api.request_parsing import ParsedRequest, parse_chat
+from whorl.serve.api.request_parsing import ParsedRequest, parse_chat, template_messages
 from whorl.serve.api.response_formatting import StreamDecoder, TextDelta, chat_log_probs, merge_streams
 from whorl.serve.app_state import AppState, client_id, in_thread_if_large
 from whorl.tokens.chat.tool_calls import ParsedToolCall, parse_reply
@@ -22,9 +23,11 @@ from whorl.tokens.hf_tokenizer import AnyTokenizer
 
 async def create_chat_completion(state: AppState, body: ChatRequest, http: HttpRequest) -> Response:
     """Return the next turn of a conversation."""
-    served = state.generation_model(body.model)
+    served, kept = choose_model(state, body, http)
     parsed = await in_thread_if_large(http, lambda: parse_chat(body, served, state.config, client_id(http)))
-    return await respond(state, http, served, parsed, CHAT, bool(body.stream))
+    if kept is not None:
+        kept.prompt = template_messages(body.messages)
+    return await respond(state, http, served, parsed, CHAT, bool(body.stream), kept)
 
 
 def _chat_choices(

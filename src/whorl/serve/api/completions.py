@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from whorl.serve.api.kept_completion import KeptCompletion, choose_model
 from whorl.serve.api.protocol import CompletionRequest
 from whorl.serve.api.request_parsing import ParsedRequest, parse_completion
 from whorl.serve.api.response_formatting import (
@@ -32,6 +33,7 @@ from whorl.serve.api.response_formatting import (
 )
 from whorl.serve.api.sse import DONE, EventStream, JsonPieces, encode_json, format_event, run_until_disconnect
 from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
+from whorl.serve.errors import ApiError
 from whorl.serve.worker.model_entry import ServedModel
 from whorl.tokens.hf_tokenizer import AnyTokenizer
 
@@ -48,11 +50,15 @@ class ResponseForm(NamedTuple):
 
 async def create_completion(state: AppState, body: CompletionRequest, http: HttpRequest) -> Response:
     """Return continuations of one or several prompts."""
-    served = state.generation_model(body.model)
+    served, kept = choose_model(state, body, http)
     parsed = await in_thread_if_large(
         http, lambda: parse_completion(body, served, state.config, client_id(http))
     )
-    return await respond(state, http, served, parsed, COMPLETION, bool(body.stream))
+    if kept is not None:
+        if len(parsed.prompts) > 1 or parsed.best_of > parsed.n:
+            raise ApiError(400, "store: only with one prompt and without best_of", param="store")
+        kept.prompt = parsed.prompts[0].text.decode("utf-8", "replace")
+    return await respond(state, http, served, parsed, COMPLETION, bool(body.stream), kept)
 
 
 async def respond(
@@ -62,8 +68,9 @@ async def respond(
     parsed: ParsedRequest,
     form: ResponseForm,
     in_chunks: bool,
+    kept: KeptCompletion | None = None,
 ) -> Response:
-    """Generate, and return the whole choices or a stream of chunks."""
+    """Generate, and return the whole choices or a stream of chunks. kept: log them, and add a token for feedback."""
     streams = await state.submit(parsed.requests, http, parsed.n_prompt_tokens)
     readers = [StreamDecoder(s, served.tokenizer) for s in streams]
     head = response_head(form.prefix, form.chunk_kind if in_chunks else form.kind, served)
@@ -73,15 +80,18 @@ async def respond(
 
     async def events() -> AsyncIterator[bytes]:
         extra = {"usage": None} if parsed.include_usage else {}  # null in all chunks but the last
+        running = len(readers)
         async for choice in form.chunks(parsed, readers):
-            yield format_event({**head, "choices": [choice], **extra})
+            running -= choice["finish_reason"] is not None
+            given = {} if running or kept is None else await kept.append(head["id"], readers)
+            yield format_event({**head, "choices": [choice], **extra, **given})
         if extra:
             yield format_event({**head, "choices": [], "usage": counts()})
         yield DONE
 
     async def work() -> list[bytes]:
         outputs = [await reader.read_all() for reader in readers]
-        whole = dict[str, Any]()
+        whole = dict[str, Any]() if kept is None else await kept.append(head["id"], readers)
         if form is not COMPLETION and parsed.n_prompt_top is not None:  # a conversation has one prompt
             whole["prompt_logprobs"] = _prompt_logprobs(parsed, 0, served.tokenizer, outputs[0])
         return await encode_json(

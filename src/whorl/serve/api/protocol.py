@@ -2,7 +2,8 @@
 
 Every model forbids unknown fields and parses strictly ("3" is not a number), so that a misspelled parameter is an error.
 Parameters of OpenAI that are not implemented are absent and therefore rejected by name. Exceptions are parameters that
-cannot affect the output (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`): they are accepted and ignored.
+cannot affect the output (`metadata`, `prompt_cache_key`): they are accepted and ignored. `user` or `safety_identifier` name
+the actor of a completion that is logged.
 
 The schema of /openapi.json also states the limits that are checked outside of the types (`in_schema`), because a wrong item
 of a union would give an error about another branch. Limits of a server are not in it: context, vocabulary, choices.
@@ -126,6 +127,7 @@ class GenerationRequest(StrictModel):
     priority: int | None = Field(default=None, ge=-1000, le=1000)
     ignore_eos: bool | None = None
     user: str | None = None
+    store: bool | None = Field(default=None, description="let the server log the completion; needs --log")
 
     @model_validator(mode="after")
     def _check_fields(self) -> GenerationRequest:
@@ -264,7 +266,6 @@ class ChatRequest(GenerationRequest):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    store: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _check_tools(self) -> ChatRequest:
@@ -309,7 +310,7 @@ class TextSettings(StrictModel):
 
 
 class ResponsesRequest(StrictModel):
-    """Body of POST /v1/responses, the basic part: text in, text out, no storage."""
+    """Body of POST /v1/responses, the basic part: text in, text out; a stored one cannot be retrieved."""
 
     model: str = Field(min_length=1)
     input: str | Annotated[FastList[InputItem], Field(min_length=1)]
@@ -321,7 +322,7 @@ class ResponsesRequest(StrictModel):
     text: TextSettings | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None

@@ -58,6 +58,10 @@ class StreamDecoder:
         self._forced_bytes_left = len(stream.request.forced_prefix)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest: TextDelta | None = None  # output that `next` returns later
+        self.texts, self.ids = (
+            list[str](),
+            list[int](),
+        )  # of the whole output so far; ids as the engine sampled them
 
     async def next(self) -> TextDelta:
         """Wait for new output and return it, at most `MAX_TOKENS_PER_DELTA` tokens; the text comes with the first of them.
@@ -82,6 +86,8 @@ class StreamDecoder:
         if delta.finish_reason == "abort":
             raise ApiError(503, "the engine aborted this request", code="aborted", retry_after=1)
         text = self._decoder.decode(delta.text, final=delta.finish_reason is not None)
+        self.texts.append(text)
+        self.ids += [token.id for token in delta.tokens]
         tokens, prompt_bytes = list(delta.tokens[delta.n_forced :]), 0
         for token in delta.tokens[: delta.n_forced]:
             self._forced_bytes_left -= len(_token_bytes(token.id, self.tokenizer))

@@ -1,4 +1,4 @@
-"""POST /v1/responses, the basic part: text or messages in, one message out, no storage.
+"""POST /v1/responses, the basic part: text or messages in, one message out. A stored one is logged, not retrieved.
 
 A streamed response is a sequence of numbered, typed events:
 
@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from whorl.serve.api import request_parsing as requests
+from whorl.serve.api.kept_completion import KeptCompletion, choose_model
 from whorl.serve.api.protocol import (
     ChatRequest,
     InputItem,
@@ -42,27 +43,33 @@ from whorl.serve.worker.worker import Stream
 
 async def create_response(state: AppState, body: ResponsesRequest, http: HttpRequest) -> Response:
     """Return one response, full or streamed."""
-    served = state.generation_model(body.model)
+    served, kept = choose_model(state, body, http)
+    chat = _to_chat_request(body)
     try:
         parsed = await in_thread_if_large(
-            http, lambda: requests.parse_chat(_to_chat_request(body), served, state.config, client_id(http))
+            http, lambda: requests.parse_chat(chat, served, state.config, client_id(http))
         )
     except ApiError as error:
         renamed = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
         error.param = renamed.get(error.param or "", error.param)
         raise
+    if kept is not None:
+        kept.prompt = requests.template_messages(chat.messages)
     streams = await state.submit(parsed.requests, http, parsed.n_prompt_tokens)
     answer = _ResponseBuilder(body, served.name, streams[0], parsed.n_prompt_tokens)
     reader = StreamDecoder(streams[0], served.tokenizer)
     if body.stream:
         return EventStream(
-            _events(answer, reader), streams[0].close, state.config.stall_seconds, rate_limit_headers(http)
+            _events(answer, reader, kept),
+            streams[0].close,
+            state.config.stall_seconds,
+            rate_limit_headers(http),
         )
 
     async def work() -> dict[str, Any]:
         delta = await reader.read_all()
         answer.text, answer.finish = delta.text, delta.finish
-        return answer.response
+        return answer.response | ({} if kept is None else await kept.append(answer.id, [reader]))
 
     return OrjsonResponse(
         await run_until_disconnect(http, work(), streams[0].close), headers=rate_limit_headers(http)
@@ -118,7 +125,7 @@ class _ResponseBuilder:
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "store": bool(body.store),
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": "none",
@@ -139,7 +146,9 @@ class _ResponseBuilder:
         }
 
 
-async def _events(answer: _ResponseBuilder, reader: StreamDecoder) -> AsyncIterator[bytes]:
+async def _events(
+    answer: _ResponseBuilder, reader: StreamDecoder, kept: KeptCompletion | None
+) -> AsyncIterator[bytes]:
     numbers = iter(range(1 << 31))
     at = {"item_id": answer.item_id, "output_index": 0, "content_index": 0}
 
@@ -161,10 +170,11 @@ async def _events(answer: _ResponseBuilder, reader: StreamDecoder) -> AsyncItera
         answer.error = {"code": "server_error", "message": api_error.message}
         yield typed("response.failed", response=answer.response)
         return
+    given = {} if kept is None else await kept.append(answer.id, [reader])
     yield typed("response.output_text.done", **at, text=answer.text, logprobs=[])
     yield typed("response.content_part.done", **at, part=answer.part)
     yield typed("response.output_item.done", output_index=0, item=answer.item)
-    yield typed(f"response.{answer.status}", response=answer.response)
+    yield typed(f"response.{answer.status}", response=answer.response | given)
 
 
 def _to_chat_request(body: ResponsesRequest) -> ChatRequest:

@@ -12,13 +12,14 @@ import copy
 import os
 import resource
 from collections import OrderedDict
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
 import psutil
 
 from whorl.engine.request import Grammar
-from whorl.engine.sampling.grammar import GrammarCompiler
+from whorl.engine.sampling.grammar import GrammarCompiler, compile_ahead
 from whorl.errors import ConfigError, WhorlError
 from whorl.machine.process import Channel, Child
 
@@ -56,6 +57,11 @@ class GrammarChecker:
                 self._results.popitem(last=False)
         if error is not None:
             raise copy.copy(error)  # a kept one would collect the frames of every request that it refused
+
+    def compile(self, compile_grammar: Callable[[Grammar], Any] | None, grammar: Grammar) -> Any:
+        """Check a grammar, then compile it in this process; None without `compile_grammar`. Raises ConfigError."""
+        self.check(grammar)
+        return None if compile_grammar is None else compile_ahead(compile_grammar, grammar)
 
     def close(self) -> None:
         """End the process."""

@@ -19,6 +19,13 @@ Embed = Callable[[Sequence[int]], Generator[None, None, list[float]]]  # ids -> 
 PIECE_TOKENS = 256  # of a long text, which is embedded in pieces
 
 
+@dataclass
+class ServedWeights:
+    """The weights of an engine now. digest: address of their artifact; "" for a folder."""
+
+    digest: str = ""
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """A language model in the API.
@@ -39,6 +46,7 @@ class ServedModel:
     engine: str = ""
     embed: Embed | None = None
     heals: bool = True
+    weights: ServedWeights = field(default_factory=ServedWeights)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property

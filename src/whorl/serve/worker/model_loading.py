@@ -25,7 +25,7 @@ from whorl.evals.model.sampling import open_engine
 from whorl.machine.device_probe import Machine
 from whorl.models.exchange.safetensors_io import read_json
 from whorl.models.lora import ADAPTER, CONFIG_FILE, load_lora
-from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel, mean_pooled_embedding
+from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel, ServedWeights, mean_pooled_embedding
 from whorl.store import Store, user_path
 from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -43,12 +43,14 @@ class AdapterLocation(NamedTuple):
 class ModelLocation:
     """The folder of a model, its kind ("model" or "embedder") and its names, the displayed name first.
 
+    address: of an artifact, else "".
+
     Raises:
         ConfigError: the artifact is neither a model nor an embedder.
     """
 
     def __init__(self, ref: str, store: str | None, name: str | None = None) -> None:
-        folder, self.store = user_path(ref), store
+        folder, self.store, self.address = user_path(ref), store, ""
         if (folder / "config.json").is_file():
             self.folder, self.kind = folder, "model"
             names = [folder.resolve().name, ref]
@@ -61,7 +63,7 @@ class ModelLocation:
                     do="list artifacts with `whorl ls`",
                 )
             artifact.check()
-            self.folder, self.kind = artifact.path, artifact.kind
+            self.folder, self.kind, self.address = artifact.path, artifact.kind, artifact.address
             names = [artifact.name, artifact.name.rpartition("/")[2], ref]
         self.names = list(dict.fromkeys(([name] if name else []) + names))
 
@@ -163,7 +165,7 @@ def load_generation_model(
         model, sizes, encoder, grammar_ends=encoder.stop_ids, proposer=proposer, **engine_kwargs
     )
 
-    base = served_model(location.names, encoder, engine)
+    base = replace(served_model(location.names, encoder, engine), weights=ServedWeights(location.address))
     for adapter in adapters:
         engine.adapters.add(adapter.names[0], load_lora(adapter.folder, model))
     return [base, *with_adapters(base, adapters)], engine

@@ -1,0 +1,88 @@
+"""Completions that users let the server keep (OpenAI's `store`): the model, the actor, and the record in the log.
+
+The actor is the API key's name, with the request's user behind a slash if it names one; else the request's `user` or
+`safety_identifier`, else the header `x-whorl-actor` that the pages send, else "anonymous".
+
+`metadata` may have `pair` and `side` ("left" or "right"): two answers of one comparison share a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request as HttpRequest
+
+from whorl.loop.events import CompletionMade, LoggedAnswer
+from whorl.serve.api.protocol import ChatRequest, CompletionRequest, ResponsesRequest
+from whorl.serve.api.response_formatting import StreamDecoder
+from whorl.serve.app_state import AppState, key_limits
+from whorl.serve.completion_log import CompletionLog
+from whorl.serve.errors import ApiError
+from whorl.serve.worker.model_entry import ServedModel
+
+MAX_ACTOR = 256  # characters
+ANONYMOUS = "anonymous"
+
+
+@dataclass
+class KeptCompletion:
+    """A completion to be logged. digest: of the weights at its start. prompt: set once the request is parsed."""
+
+    events: CompletionLog
+    served: ServedModel
+    digest: str
+    actor: str
+    pair: str = ""
+    side: str = ""
+    arm: str = ""
+    prompt: str | list[dict[str, Any]] = ""
+
+    async def append(self, id: str, readers: Sequence[StreamDecoder]) -> dict[str, Any]:
+        """Log the completion. Returns the field `feedback` of its response; nothing if the log did not take it."""
+        request = readers[0].stream.request
+        sampling = request.sampling.model_dump(mode="json", exclude_defaults=True)
+        answers = [LoggedAnswer("".join(r.texts), r.ids, str(r.stream.finish)) for r in readers]
+        same = self.digest == self.served.weights.digest  # else they changed while it ran
+        made = CompletionMade(
+            id, self.served.name, self.digest if same else "", self.actor, self.prompt, list(request.ids), answers,
+            {**sampling, "max_tokens": request.max_tokens}, self.pair, self.side, self.arm,
+        )  # fmt: skip
+        found = await self.events.keep(made)
+        return {} if found is None else {"feedback": found}
+
+
+def choose_model(
+    state: AppState, body: ChatRequest | CompletionRequest | ResponsesRequest, http: HttpRequest
+) -> tuple[ServedModel, KeptCompletion | None]:
+    """Return the model that answers a request, and what is logged of it; None without `store`.
+
+    Raises:
+        ApiError: 404, no such model; 400, this server has no log, or a field is invalid.
+    """
+    served = state.generation_model(body.model)
+    if not body.store:
+        return served, None
+    if state.events is None:
+        raise ApiError(
+            400,
+            "store: this server has no log of completions; start it with `whorl serve --log`",
+            param="store",
+        )
+    actor = actor_of(http, body.user or getattr(body, "safety_identifier", None))
+    metadata = getattr(body, "metadata", None) or {}
+    pair, side = metadata.get("pair", ""), metadata.get("side", "")
+    if len(pair) > MAX_ACTOR or bool(pair) != (side in ("left", "right")):
+        raise ApiError(400, "metadata: pair and side ('left' or 'right') belong together", param="metadata")
+    return served, KeptCompletion(state.events, served, served.weights.digest, actor, pair, side)
+
+
+def actor_of(http: HttpRequest, user: str | None = None) -> str:
+    """Return who sent a request. Raises ApiError: the name is too long."""
+    limits, given = key_limits(http), user or http.headers.get("x-whorl-actor", "")
+    if len(given) > MAX_ACTOR:
+        raise ApiError(400, f"user: at most {MAX_ACTOR} characters", param="user")
+    if limits is not None:
+        return f"{limits.key.name}/{given}" if given else limits.key.name
+    return given or ANONYMOUS
