@@ -33,6 +33,7 @@ VERBS = {
     "machine": "jobs",
     "sample": "models",
     "serve": "serving",
+    "loop": "serving",
     "route": "serving",
     "embed": "models",
     "classify": "models",

@@ -110,7 +110,7 @@ class Reader:
                     expected="commits of the current generation", do="read on: what was not committed is delivered again",
                 )  # fmt: skip
             state.offsets |= positions
-            state.members[self.member] = time.time() + self.session
+            state.members[self.member] = self.log.clock() + self.session
 
         self._change(change)
 
@@ -123,14 +123,14 @@ class Reader:
 
         def leave(state: GroupState) -> None:
             state.members.pop(self.member, None)
-            state.rebalance(time.time(), self._partitions)
+            state.rebalance(self.log.clock(), self._partitions)
 
         self._change(leave)
         self.assigned = []
 
     def _heartbeat(self) -> None:
         """Stay a member, and take a new assignment."""
-        if (now := time.time()) < self._renew_at:
+        if (now := self.log.clock()) < self._renew_at:
             return
 
         def renew(state: GroupState) -> None:

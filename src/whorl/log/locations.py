@@ -1,4 +1,4 @@
-"""URLs of logs: `sqlite:FILE`, `postgresql://...`, `nats://...`, `kafka://...`."""
+"""URLs of logs: `sqlite:FILE`, `memory:`, `postgresql://...`, `nats://...`, `kafka://...`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from whorl.errors import ConfigError, one_of
 from whorl.log.port import Log
 
 # scheme -> module and class, and the extra that it needs
-BACK_ENDS = {"sqlite": ("whorl.log.sqlite", "SqliteLog", "log")}
+BACK_ENDS = {
+    "sqlite": ("whorl.log.sqlite", "SqliteLog", "log"),
+    "memory": ("whorl.log.memory", "MemoryLog", "log"),
+}
 
 
 def open_log(url: str) -> Log:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -102,6 +102,7 @@ class Log(ABC):
 
     guarantees: ClassVar[Guarantees]
     url: str
+    clock: Callable[[], float] = time.time  # of groups; a simulation has its own
 
     @abstractmethod
     def create(self, topic: str, config: TopicConfig | None = None) -> TopicConfig:
