@@ -11,7 +11,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from whorl.serve.middleware.auth import RELOAD_SECONDS, KeyLimits, KeyStore
 from whorl.serve.middleware.metrics import ServerMetrics
 from whorl.serve.worker.fair_queue import FairThread
 from whorl.serve.worker.grammar_check import GrammarChecker
-from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
+from whorl.serve.worker.model_entry import Challenger, ServedEmbedder, ServedModel
 from whorl.serve.worker.worker import EngineProtocol, EngineWorker, Stream
 
 T = TypeVar("T")
@@ -59,6 +59,9 @@ class AppState:
         events: CompletionLog | None = None,
     ) -> None:
         self.config, self.models, self.events = config, list(models), events
+        self.challenger: Challenger | None = None
+        self.compare = 0.0  # share of the chat page's prompts with two answers
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # run while the server does
         self.metrics = ServerMetrics(config.slo_ttft, config.slo_tpot)
         self.worker = EngineWorker(engine if engine is not None else _NoEngine(), self._on_finish)
         self.metrics.worker = self.worker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LARGE_BODY_BYTES = 1 << 13  # larger request bodies are processed outside of the event loop
 
@@ -108,11 +108,33 @@ class EventLogConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     log: bool = Field(default=False, description="log completions of users who consent, and feedback on them")
+    challenger: str | None = Field(
+        default=None,
+        description="a second model with the same tokenizer that answers a share of the actors, under the name of the first",
+        json_schema_extra={"metavar": "MODEL"},
+    )
+    traffic: float = Field(default=0.2, ge=0, le=1, description="share of the challenger")
+    compare: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the prompts on the chat page that get two answers to choose from",
+    )
     log_url: str | None = Field(
         default=None,
         description="where; default: the variable WHORL_LOG, else a SQLite file of the store",
         json_schema_extra={"metavar": "URL"},
     )
+
+    @model_validator(mode="after")
+    def _check_log(self) -> EventLogConfig:
+        if (self.challenger or self.compare) and not self.logs:
+            raise ValueError("--challenger and --compare need --log, where the votes go")
+        return self
+
+    @property
+    def logs(self) -> bool:
+        return self.log or self.log_url is not None
 
 
 class ServerProcessesConfig(BaseModel):

@@ -6,16 +6,24 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from whorl.errors import ConfigError
 from whorl.http.draining_server import DrainingServer, server_config
 from whorl.http.hosts import http_address, is_loopback, print_pages
 from whorl.http.server_process import prepare_server_process
+from whorl.machine.device_probe import Machine
 from whorl.serve.api.app import create_app
 from whorl.serve.app_state import LIMITS_FOLDER, AppState
-from whorl.serve.config import ServeConfig
+from whorl.serve.completion_log import CompletionLog
+from whorl.serve.config import EventLogConfig, ServeConfig
 from whorl.serve.middleware.auth import KeyStore
+from whorl.serve.worker.model_entry import Challenger, ServedEmbedder, ServedModel
+from whorl.serve.worker.model_loading import SERVED, ModelLocation
+from whorl.serve.worker.served_name import follow_name
+from whorl.serve.worker.worker import EngineProtocol
 
 
 def check_auth_required(config: ServeConfig, no_auth: bool = False) -> None:
@@ -37,6 +45,37 @@ def check_auth_required(config: ServeConfig, no_auth: bool = False) -> None:
         expected="--api-key-file FILE, or 127.0.0.1",
         do="make a key with `whorl keys add NAME`; or pass --no-auth if access is restricted elsewhere",
     )
+
+
+def make_state(
+    config: ServeConfig,
+    events: EventLogConfig,
+    places: Sequence[ModelLocation],
+    models: Sequence[ServedModel | ServedEmbedder],
+    engine: EngineProtocol | None,
+    machine: Machine,
+) -> AppState:
+    """Return the state of a server.
+
+    Args:
+        places, models: as of `load_models`. With a challenger, the second model is that.
+
+    Raises:
+        ConfigError, DataError, LogUnavailableError: the log cannot be opened.
+    """
+    log, shown = CompletionLog.open(places[0].store, events.log_url) if events.logs else None, list(models)
+    second = shown.pop(1) if events.challenger else None
+    state = AppState(config, shown, engine, events=log)
+    state.compare = events.compare
+    if isinstance(second, ServedModel):
+        hidden = replace(second, name=shown[0].name, aliases=frozenset())
+        state.challenger = Challenger(hidden, events.traffic)
+    for place, one in zip(places, models, strict=False):
+        followed = next((name for name in place.names if name.startswith(SERVED)), None)
+        if followed and isinstance(one, ServedModel):
+            follow = partial(follow_name, state.worker, one, followed, place.store, machine)
+            state.background.append(follow)
+    return state
 
 
 def api_key_check(config: ServeConfig) -> Callable[[str], bool] | None:

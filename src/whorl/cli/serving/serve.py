@@ -69,6 +69,8 @@ def serve(
 
         whorl serve quickstart/rl --log
 
+        whorl serve served/chat --log --challenger mine/preference --traffic 0.2
+
         curl localhost:8000/v1/models
 
         curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"model": "NAME", "prompt": "def "}'
@@ -90,7 +92,7 @@ def serve(
         whorl serve /models/pretrain --manifest kubernetes | kubectl apply -f -
     """
     with serve_extra():
-        from whorl.serve.server import bind_socket, check_auth_required
+        from whorl.serve.server import bind_socket, check_auth_required, make_state, run_server
     if processes.manifest is not None:
         print_manifest(model[0], server, engine, processes, store)
         return
@@ -98,32 +100,33 @@ def serve(
     if processes.replicas > 1:
         serve_replicas_of(server, processes)
         return
+    from whorl.errors import ConfigError
     from whorl.machine.device_probe import probe
-    from whorl.serve.app_state import AppState
-    from whorl.serve.completion_log import CompletionLog
-    from whorl.serve.server import run_server as run
     from whorl.serve.worker.model_entry import ServedModel
-    from whorl.serve.worker.several_models import find_models
+    from whorl.serve.worker.several_models import find_challenger, find_models
 
     listening = bind_socket(server)  # before a model is loaded, so that a used port is reported at once
     single = {"--name": served.name, "--adapter": served.adapter, "--chat-template": served.chat_template,
               "--draft": served.draft, "--prefill": processes.prefill, "--decode": processes.decode}  # fmt: skip
     places = find_models(model, store, served.name, [option for option, value in single.items() if value])
-    logged = events.log or events.log_url is not None
-    log = CompletionLog.open(store, events.log_url) if logged else None
+    if events.challenger:
+        if served.adapter or processes.prefill or processes.decode or len(model) > 1:
+            raise ConfigError("--challenger", expected="one model, without adapters, --prefill and --decode")
+        places.append(find_challenger(events.challenger, store, places[0]))
     machine = probe(dtype=served.dtype, threads=served.threads)
     machine.apply()
     models, made = _load_models(places, machine, server, served, engine, processes)
+    state = make_state(server, events, places, models, made, machine)
 
     def ready(url: str) -> None:
-        for one in models:
+        for one in state.models:
             print(f"serving {one.name}: context {one.max_model_len:,} tokens", file=sys.stderr)
         first = models[0]
         if isinstance(first, ServedModel) and not first.chat_template.is_trained:
             print("the model has no trained chat template: the page completes text", file=sys.stderr)
 
     try:
-        run(AppState(server, models, made, events=log), listening, ready)
+        run_server(state, listening, ready)
     finally:
         if processes.prefill or processes.decode:
             made.close()

@@ -83,7 +83,8 @@ def create_app(state: AppState) -> FastAPI:
         state.worker.start()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(LARGE_WORK_THREADS))
         await asyncio.to_thread(app.openapi)  # kept; a request for it would hold the event loop
-        work = (state.end_revoked_streams(), state.watchdog.run(), trim_memory())
+        background = [start() for start in state.background]
+        work = (state.end_revoked_streams(), state.watchdog.run(), trim_memory(), *background)
         tasks = [asyncio.create_task(one) for one in work]
         yield
         for task in tasks:
@@ -143,7 +144,7 @@ def _add_model_routes(app: FastAPI, state: AppState) -> None:
     def card_of(model: ServedModel | ServedEmbedder) -> dict[str, Any]:
         if state.events is None or not isinstance(model, ServedModel):
             return model.card
-        return {**model.card, "whorl": {**model.card["whorl"], "log": True}}
+        return {**model.card, "whorl": {**model.card["whorl"], "log": True, "compare": state.compare}}
 
     @app.get("/v1/models", tags=["models"])
     async def models() -> Response:

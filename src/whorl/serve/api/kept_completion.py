@@ -17,7 +17,7 @@ from fastapi import Request as HttpRequest
 from whorl.loop.events import CompletionMade, LoggedAnswer
 from whorl.serve.api.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 from whorl.serve.api.response_formatting import StreamDecoder
-from whorl.serve.app_state import AppState, key_limits
+from whorl.serve.app_state import AppState, client_id, key_limits
 from whorl.serve.completion_log import CompletionLog
 from whorl.serve.errors import ApiError
 from whorl.serve.worker.model_entry import ServedModel
@@ -56,15 +56,13 @@ class KeptCompletion:
 def choose_model(
     state: AppState, body: ChatRequest | CompletionRequest | ResponsesRequest, http: HttpRequest
 ) -> tuple[ServedModel, KeptCompletion | None]:
-    """Return the model that answers a request, and what is logged of it; None without `store`.
+    """Return the model that answers a request (or its challenger), and what is logged of it; None without `store`.
 
     Raises:
         ApiError: 404, no such model; 400, this server has no log, or a field is invalid.
     """
-    served = state.generation_model(body.model)
-    if not body.store:
-        return served, None
-    if state.events is None:
+    served, arm = state.generation_model(body.model), ""
+    if body.store and state.events is None:
         raise ApiError(
             400,
             "store: this server has no log of completions; start it with `whorl serve --log`",
@@ -75,7 +73,13 @@ def choose_model(
     pair, side = metadata.get("pair", ""), metadata.get("side", "")
     if len(pair) > MAX_ACTOR or bool(pair) != (side in ("left", "right")):
         raise ApiError(400, "metadata: pair and side ('left' or 'right') belong together", param="metadata")
-    return served, KeptCompletion(state.events, served, served.weights.digest, actor, pair, side)
+    if state.challenger is not None and served is state.models[0]:
+        unit = actor if actor != ANONYMOUS else client_id(http)
+        arm = state.challenger.arm(unit, pair, side)
+        served = state.challenger.model if arm == "challenger" else served
+    if not body.store or state.events is None:
+        return served, None
+    return served, KeptCompletion(state.events, served, served.weights.digest, actor, pair, side, arm)
 
 
 def actor_of(http: HttpRequest, user: str | None = None) -> str:

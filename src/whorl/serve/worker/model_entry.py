@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from hashlib import sha256
+from typing import Any, Literal
 
 import torch
 
@@ -67,6 +68,25 @@ class ServedModel:
             "whorl": {"chat": self.chat_template.is_trained, "template": self.chat_template.kind},
             "capabilities": ["completion", "chat", *(["embedding"] if self.embed else [])],
         }
+
+
+@dataclass(frozen=True)
+class Challenger:
+    """A second model that answers a share of the requests under the name of the first. traffic: the share."""
+
+    model: ServedModel
+    traffic: float
+
+    def arm(self, actor: str, pair: str, side: str) -> Literal["champion", "challenger"]:
+        """Return who answers: for an actor always the same arm, for the two sides of a pair one each."""
+        chosen = _uniform(self.model.weights.digest, pair or actor)
+        first = chosen < (0.5 if pair else self.traffic)
+        return "challenger" if first != (side == "right") else "champion"
+
+
+def _uniform(*texts: str) -> float:
+    """Return a number in [0, 1) that depends on the texts."""
+    return int.from_bytes(sha256("\n".join(texts).encode()).digest()[:6], "big") / 2**48
 
 
 @dataclass(frozen=True)

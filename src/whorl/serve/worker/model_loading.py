@@ -30,6 +30,7 @@ from whorl.store import Store, user_path
 from whorl.tokens.token_encoder import TokenEncoder
 from whorl.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 
+SERVED = "served/"  # names of the store that promotion moves
 CACHE_MEMORY_FRACTION = 0.25  # of the free memory
 
 
@@ -65,6 +66,8 @@ class ModelLocation:
             artifact.check()
             self.folder, self.kind, self.address = artifact.path, artifact.kind, artifact.address
             names = [artifact.name, artifact.name.rpartition("/")[2], ref]
+            if ref.startswith(SERVED):  # the artifact behind it changes
+                names.insert(0, ref)
         self.names = list(dict.fromkeys(([name] if name else []) + names))
 
     def adapter(self, text: str) -> AdapterLocation:

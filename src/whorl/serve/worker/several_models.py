@@ -12,11 +12,13 @@ from typing import Any
 
 import psutil
 
+from whorl.align.distillation.teacher import check_same_vocabulary
 from whorl.errors import ConfigError
 from whorl.serve.worker.disaggregated_model import ModelEngineFactory, load_disaggregated_model
 from whorl.serve.worker.engine_group import EngineGroup
 from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
 from whorl.serve.worker.model_loading import CACHE_MEMORY_FRACTION, ModelLocation, load_embedder
+from whorl.tokens.hf_tokenizer import load_tokenizer
 
 
 def find_models(
@@ -43,6 +45,21 @@ def find_models(
     if twice := next((each for each in names if names.count(each) > 1), None):
         raise ConfigError(f"two models have the name {twice!r}", expected="models with different names")
     return places
+
+
+def find_challenger(ref: str, store: str | None, champion: ModelLocation) -> ModelLocation:
+    """Return the place of a model that is compared with `champion`; its name is not shown.
+
+    Raises:
+        ConfigError: it has another tokenizer, or one of both is no language model. StoreError: no such model.
+    """
+    place = ModelLocation(ref, store)
+    if {place.kind, champion.kind} != {"model"}:
+        raise ConfigError(f"--challenger {ref}", expected="two language models")
+    names = f"the challenger {place.names[0]}", champion.names[0]
+    check_same_vocabulary(load_tokenizer(place.folder), load_tokenizer(champion.folder), names=names)
+    place.names = [f"challenger {place.names[0]}"]
+    return place
 
 
 def load_models(
