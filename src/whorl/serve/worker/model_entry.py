@@ -78,7 +78,7 @@ class Challenger:
     traffic: float
 
     def arm(self, actor: str, pair: str, side: str) -> Literal["champion", "challenger"]:
-        """Return who answers: for an actor always the same arm, for the two sides of a pair one each."""
+        """Return the arm that answers: the same one for every request of an actor, one each for the two sides of a pair."""
         chosen = _uniform(self.model.weights.digest, pair or actor)
         first = chosen < (0.5 if pair else self.traffic)
         return "challenger" if first != (side == "right") else "champion"
