@@ -43,13 +43,13 @@ from whorl.evals.model.sampling import (
     policy_sampling,
     sample_completions,
 )
+from whorl.loop.known_preferences import CLOSE, OPEN, faults
 from whorl.models import Transformer, whorl_decoder
 from whorl.tokens.token_encoder import LengthFilter, TokenEncoder, concat
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator, numpy_rng
 
 BAR = 0.8
-OPEN, CLOSE = "([{<", ")]}>"
 HELD_OUT, SFT_PROMPTS, PAIR_PROMPTS = sized((2000, 16_000, 2000), (8, 64, 200))
 LONGEST = 20
 CORRECT, NEW, STOP = 0.65, 0.08, 0.04  # probabilities of the SFT texts
@@ -60,19 +60,6 @@ CONFIG = whorl_decoder(
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {}, "ipo": {}, "kto": {"data": {"batch_size": 128}}, "simpo": {}, "orpo": {"beta": 1.0, "data": {"epochs": 4.0}},
 }  # fmt: skip
-
-
-def faults(prompt: str, completion: str) -> int:
-    """Return the number of brackets that are wrong or not closed: the known preference."""
-    opened, found = list(prompt), 0
-    for c in completion:
-        if c in OPEN:
-            opened.append(c)
-        elif c not in CLOSE or not opened:
-            found += 1
-        else:
-            found += CLOSE[OPEN.index(opened.pop())] != c
-    return found + len(opened)
 
 
 def careless(prompt: str, rng: np.random.Generator) -> str:

@@ -51,6 +51,8 @@ VERBS = {
     "push": "models",
     "pull": "models",
     "bench-serve": "serving",
+    "simulate-raters": "serving",
+    "promote": "serving",
     "quantize": "models",
     "eval": "models",
 }  # verb -> the folder of its module

@@ -3,6 +3,7 @@
     [steps.sft]
     from = "quickstart/pretrain"    # in the role `model`: an artifact, or a folder in the format of transformers
     from = ""                       # a run needs --from MODEL
+    from = "logged"                 # the model that made the newest completion of the event log
 
 `--from` puts a model in the place of the first step that makes one from no other model. That step is left out, with those
 before it that nothing else needs. A folder is imported by a step of the recipe. An artifact keeps its lineage.
@@ -13,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, NotApplicableError
 from whorl.recipes.registry import ANY_ROLE, StepKind
 from whorl.store.address import user_path
 
 if TYPE_CHECKING:
     from whorl.recipes.recipe import RecipeStep
+    from whorl.store import Artifact, Store
 
-FROM = "from"
+FROM, LOGGED = "from", "logged"
 A_MODEL = "an artifact such as quickstart/pretrain, or a folder in the format of transformers"
 
 
@@ -77,6 +79,23 @@ def given_artifacts(steps: Mapping[str, RecipeStep]) -> dict[str, str]:
         for role, ref in step.parents.items()
     ]
     return {ref: role[0] for ref, role in needed if ref not in steps and role is not None}
+
+
+def logged_model(steps: Mapping[str, RecipeStep], store: Store) -> Artifact:
+    """Return the model that made the newest completion of the log that the recipe reads.
+
+    Raises:
+        NotApplicableError: the log has no completion. StoreError: the store does not have it.
+    """
+    from whorl.log import default_log, open_log
+    from whorl.loop.frozen_events import NO_LOG, latest_completion
+
+    configs: list[Any] = [step.config for step in steps.values() if step.kind.name == "events"]
+    url = next((config.log for config in configs if config.log), default_log(store.root))
+    with open_log(url) as log:
+        if not (address := str(latest_completion(log).get("digest", ""))):
+            raise NotApplicableError(f"the log {url} has no completion of a model in a store", do=NO_LOG)
+    return store.open(address)
 
 
 def import_folders(tables: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from whorl.errors import ConfigError, NotApplicableError, StoreError, WhorlError
 from whorl.machine.device_probe import restore_threads, usable_cores
 from whorl.machine.kernel_choice import force_choices, recorded_choices
 from whorl.plan.forecast import RunInputs, forecast
-from whorl.recipes.given_models import A_MODEL, given_artifacts
+from whorl.recipes.given_models import A_MODEL, LOGGED, given_artifacts, logged_model
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext, StepKind, is_deterministic, start_native_builds
 from whorl.recipes.step_records import FAILED, LEFT_OUT, MADE, StepRecords, run_config
@@ -155,7 +155,7 @@ def open_given(recipe: Recipe, store: Store, existing: Collection[str] = ()) -> 
             )  # fmt: skip
         if ref in existing:
             continue
-        found[ref] = artifact = store.open(ref)
+        found[ref] = artifact = logged_model(recipe.steps, store) if ref == LOGGED else store.open(ref)
         if artifact.kind != kind:
             raise ConfigError(
                 f"{ref} is an artifact of the kind {artifact.kind}", expected=f"one of the kind {kind}"

@@ -233,6 +233,31 @@ def open_token_set(ctx: StepContext) -> TokenSet:
     return TokenSet(tokens.path)
 
 
+def check_logged_ids(ctx: StepContext, tokenizer: TokenEncoder) -> None:
+    """Check that preferences with logged ids are of models with this tokenizer. Raises ConfigError."""
+    from whorl.align.distillation.teacher import check_same_vocabulary
+    from whorl.tokens.hf_tokenizer import load_tokenizer
+
+    for address in ctx.parents["preferences"].summary.get("models", ()):
+        if (other := ctx.store.find(address)) is not None:
+            names = ctx.parents["model"].name, other.name
+            check_same_vocabulary(tokenizer.tokenizer, load_tokenizer(other.path), names=names)
+
+
+def lineage_likelihood(
+    ctx: StepContext, role: str, model: LanguageModel, encoder: TokenEncoder
+) -> Likelihood | None:
+    """Return the likelihood of held-out text of the nearest token set that a parent comes from, or None without one."""
+    from whorl.evals.suites.held_out import ancestors
+    from whorl.tokens.shards import TokenSet
+
+    found = next((each for each in ancestors(ctx.store, ctx.parents[role]) if each.kind == "tokens"), None)
+    if found is None:
+        return None
+    found.check()
+    return token_set_likelihood(TokenSet(found.path), model, encoder)
+
+
 def format_likelihood_change(
     bits_per_byte: Mapping[str, float | None], perplexity: Mapping[str, float | None]
 ) -> str:

@@ -138,7 +138,8 @@ class Store:
         names = self.names()
         address = names.get(ref)
         if address is None:
-            ends = {target for name, target in names.items() if name.rsplit("/", 1)[-1] == ref}
+            own = {name: target for name, target in names.items() if not name.startswith("served")}
+            ends = {target for name, target in own.items() if name.rsplit("/", 1)[-1] == ref}
             starts = {full for full in self._addresses() if len(ref) >= 4 and full.startswith(ref)}
             candidates = sorted(ends or starts)
             if len(candidates) > 1:

@@ -130,13 +130,14 @@ def test_preference_raises_implicit_accuracy(objective: str) -> None:
     assert curve.title == "preference: loss" and curve.note.startswith(f"Loss of {objective.upper()} per ")
 
 
-def test_unpaired_completions_need_kto() -> None:
+def test_unpaired_completions_need_kto_and_get_it() -> None:
     answers = ({"completion": "nay", "label": False}, {"completion": "yes", "label": True})
     write_jsonl("unpaired.jsonl", [{"prompt": f"{i}?", **answer} for i in range(24) for answer in answers])
     text = PREFERENCE.replace('likes.jsonl"', 'unpaired.jsonl", shape = "unpaired"')
     with pytest.raises(DataError, match=r'(?s)but preference needs pairs.*preference\.objective = "kto"'):
-        run_text(text)
-    found = run_text(text, "preference.objective=kto")["preference"]
+        run_text(text, "preference.objective=dpo")
+    found = run_text(text)["preference"]  # without an objective the data choose
+    assert found.summary["objective"] == "kto"
     assert found.summary["held_out"]["after"]["rewards/margin"] > 0
     assert "36 completions" in found.summary["headline"]
 

@@ -74,8 +74,8 @@ def read_unpaired(folder: Path, split: str) -> list[UnpairedPreference]:
 
 
 def _restore_tuples(record: Mapping[str, Any], *names: str) -> dict[str, TextOrMessages]:
-    """Return fields that are strings or messages, with messages and tools as tuples (JSON makes them lists)."""
-    present = [*names, "tools"] if "tools" in record else names
+    """Return fields that are strings, messages or ids, with lists as tuples (JSON makes them lists)."""
+    present = [*names, *(name for name in record if name == "tools" or name.endswith("_ids"))]
     return {name: record[name] if isinstance(record[name], str) else tuple(record[name]) for name in present}
 
 

@@ -71,6 +71,8 @@ class PromptCompletion:
 class Preference:
     """Two completions of one prompt, `chosen` preferred. All three are strings, or all three are messages.
 
+    prompt_ids, chosen_ids, rejected_ids: token ids as a model saw or sampled them; used in place of the texts.
+
     Raises:
         DataError: the completions are equal, or strings and messages are mixed.
     """
@@ -82,6 +84,9 @@ class Preference:
     id: str = ""
     tools: Messages = ()  # as of a `Conversation`
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prompt_ids: Sequence[int] = ()
+    chosen_ids: Sequence[int] = ()
+    rejected_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if len({isinstance(part, str) for part in (self.prompt, self.chosen, self.rejected)}) > 1:
@@ -96,7 +101,7 @@ class Preference:
 
 @dataclass(frozen=True)
 class UnpairedPreference:
-    """A completion of a prompt, and whether it is good. Both are strings, or both are messages."""
+    """A completion of a prompt, and whether it is good. Both are strings, or both are messages. Ids as of a `Preference`."""
 
     prompt: TextOrMessages
     completion: TextOrMessages
@@ -105,6 +110,8 @@ class UnpairedPreference:
     id: str = ""
     tools: Messages = ()  # as of a `Conversation`
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prompt_ids: Sequence[int] = ()
+    completion_ids: Sequence[int] = ()
 
 
 def to_conversation(record: Mapping[str, Any]) -> Conversation:

@@ -4,7 +4,7 @@
     UnpairedExample   a text, and whether its completion is good       KTO; a pair is two of them
 
 A prompt is encoded exactly as for sampling, and each completion alone. So both texts start with the same ids, and only
-the last turn is in the loss; earlier assistant turns belong to the prompt.
+the last turn is in the loss; earlier assistant turns belong to the prompt. Logged ids (`prompt_ids`) are used unchanged.
 
 `LengthFilter` rejects and counts completions with equal ids, texts that are too long, and empty completions. The first
 have no gradient and would bias every mean.
@@ -85,19 +85,38 @@ def tokenize_completion(
     return example
 
 
+def _example(
+    encoder: TokenEncoder,
+    item: Preference | UnpairedPreference,
+    completion: TextOrMessages,
+    ids: Sequence[int],
+) -> TokenizedExample:
+    """Return the prompt of an item with a completion in the loss; of ids where it has them.
+
+    Raises:
+        DataError: as `tokenize_completion`; an id is outside the vocabulary.
+    """
+    if not ids:
+        text = tokenize_completion(encoder, item.prompt, completion, item.tools, item.chat_template_kwargs)
+        if not item.prompt_ids:
+            return text
+        ids = text.ids[text.prompt_length :].tolist()  # an edit of a logged answer
+    if (largest := max(*item.prompt_ids, *ids)) >= encoder.tokenizer.vocab_size:
+        raise DataError(
+            f"the id {largest} is outside the vocabulary", expected="ids of the model's tokenizer"
+        )
+    return concat(item.prompt_ids, ids)
+
+
 def tokenize_pairs(
     encoder: TokenEncoder, preferences: Iterable[Preference], length_filter: LengthFilter
 ) -> list[PreferencePair]:
     """Return pairs as examples; `length_filter` counts the rejected ones by reason."""
     pairs = []
     for preference in preferences:
-        beside = preference.tools, preference.chat_template_kwargs
+        sides = (preference.chosen, preference.chosen_ids), (preference.rejected, preference.rejected_ids)
         try:
-            chosen, rejected = (
-                tokenize_completion(encoder, preference.prompt, side, *beside)
-                for side in (preference.chosen, preference.rejected)
-            )
-            pairs.append(PreferencePair(chosen, rejected))
+            pairs.append(PreferencePair(*(_example(encoder, preference, *side) for side in sides)))
         except DataError as error:
             length_filter.reject(error)
     return valid_pairs(encoder, pairs, length_filter)
@@ -127,10 +146,7 @@ def tokenize_unpaired(
     examples = []
     for preference in preferences:
         try:
-            example = tokenize_completion(
-                encoder, preference.prompt, preference.completion,
-                preference.tools, preference.chat_template_kwargs,
-            )  # fmt: skip
+            example = _example(encoder, preference, preference.completion, preference.completion_ids)
         except DataError as error:
             length_filter.reject(error)
             continue

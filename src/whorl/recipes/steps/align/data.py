@@ -10,7 +10,7 @@
     shape = "conversations"             # or pairs, or tasks
 
     [steps.preferences]                 # pairs of completions, one of them preferred
-    parents = ["ingest", "curate"]
+    parents = ["ingest", "curate"]      # or source = "feedback", parents = ["events"] (feedback.py)
 
 The content of the files is part of the address: a changed file gives a new data set.
 """
@@ -20,14 +20,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from whorl.errors import DOCS_URL, ConfigError, DataError, NotApplicableError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.align.data_config import PreferencesConfig, SetConfig, TasksConfig
-
-if TYPE_CHECKING:
-    from whorl.evals.suites.python_functions import PythonFunction
 
 OPTIONAL_CORPUS_PARENTS = {"documents?": "documents", "selection?": "selection"}
 
@@ -46,7 +43,7 @@ def _with_content_hashes(config: Any, store: object) -> Any:
 def tasks(ctx: StepContext, config: TasksConfig) -> None:
     """Make tasks with a verifier, and solutions to train on."""
     from whorl.align.data.dataset_files import write_dataset
-    from whorl.recipes.steps.align.generated_tasks import generated_tasks
+    from whorl.recipes.steps.align.generated_tasks import generated_tasks, python_tasks
 
     if config.source == "files" and not config.path:
         raise ConfigError(
@@ -62,7 +59,7 @@ def tasks(ctx: StepContext, config: TasksConfig) -> None:
         }
         _write_summary(ctx, counts, made["train"], config.shape)
         return
-    splits = _python_tasks(ctx, config) if config.source == "python" else generated_tasks(ctx, config)
+    splits = python_tasks(ctx, config) if config.source == "python" else generated_tasks(ctx, config)
     counts = {}
     for split, (found, solutions) in splits.items():
         if not found:
@@ -76,26 +73,28 @@ def tasks(ctx: StepContext, config: TasksConfig) -> None:
 @step(
     "preferences",
     config=PreferencesConfig,
-    parents=OPTIONAL_CORPUS_PARENTS,
+    parents={**OPTIONAL_CORPUS_PARENTS, "events?": "events"},
     complete_config=_with_content_hashes,
 )
 def preferences(ctx: StepContext, config: PreferencesConfig) -> None:
     """Make pairs of a preferred and a rejected completion."""
     from whorl.align.data.dataset_files import write_dataset
+    from whorl.recipes.steps.align.feedback import feedback_preferences
 
     if config.source == "files" and not config.path:
         raise NotApplicableError(
             "no file of preferences is given", do=f"--set {ctx.name}.path=preferred.jsonl"
         )
-    made = (
-        _python_preferences(ctx, config)
-        if config.source == "python"
-        else _read_files(ctx, config, needs_test=True)
-    )
-    counts = {split: write_dataset(ctx.out, config.shape, split, items) for split, items in made.items()}
-    _write_summary(
-        ctx, counts, made["train"], "pairs" if config.shape == "preferences" else "labelled completions"
-    )
+    shape: str = config.shape
+    if config.source == "feedback":
+        shape, made = feedback_preferences(ctx, config)
+    elif config.source == "python":
+        made = _python_preferences(ctx, config)
+    else:
+        made = _read_files(ctx, config, needs_test=True)
+    counts = {split: write_dataset(ctx.out, shape, split, items) for split, items in made.items()}
+    noun = "pairs" if shape == "preferences" else "labelled completions"
+    _write_summary(ctx, counts, made["train"], noun)
 
 
 def _write_summary(ctx: StepContext, counts: dict[str, int], train: Sequence[Any], noun: str = "") -> None:
@@ -170,76 +169,18 @@ def _read_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str,
     return made
 
 
-def _python_functions(
-    ctx: StepContext, config: SetConfig, split: str
-) -> tuple[list[Any], list[PythonFunction]]:
-    """Return (Python files of a split, functions in some of them)."""
-    from whorl.evals.suites.python_functions import extract_functions, parse_or_none
-    from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
-    from whorl.tracking.seeds import derive
-
-    missing = [role for role in CORPUS_PARENTS if role not in ctx.parents]
-    if missing:
-        raise ConfigError(
-            f"{ctx.name} with the source python needs the corpus, but has no parent {missing[0]!r}",
-            expected='parents = ["ingest", "curate"]',
-        )
-    corpus = open_corpus(ctx)
-    sources = [(d.path, d.text) for d in corpus.documents(split) if d.path.endswith(".py")]
-    if not sources:  # records of JSONL and Parquet have no suffix that gives their language
-        records = (d for d in corpus.documents(split) if d.language is None and "def " in d.text)
-        parsed = ((f"{d.path}#{d.offset}", d.text) for d in records if parse_or_none(d.text) is not None)
-        sources = list(islice(parsed, config.max_files))
-    files = sorted(sources, key=lambda file: derive(config.seed, file[0]))[: config.max_files]
-    found = extract_functions(
-        files,
-        seed=config.seed,
-        body_bytes=(20, config.max_completion_bytes),
-        header_bytes=config.max_prompt_bytes,
-    )
-    return sources, found
-
-
-def _python_tasks(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list[Any], list[Any]]]:
-    """Make tasks of the functions of the corpus, with their bodies as solutions."""
-    from whorl.align.data.formats import PromptCompletion
-    from whorl.evals.grading import grade_tasks
-    from whorl.evals.suites.code_tasks import body_tasks, doctest_tasks, filter_solvable
-    from whorl.sandbox import Sandbox
-
-    made = {}
-    with Sandbox() as sandbox:
-        for split, most in (("train", config.max_train), ("test", config.max_test)):
-            sources, found = _python_functions(ctx, config, split)
-            mined = body_tasks(one for one in found if ">>>" not in one.docstring)[:most]
-            if split == "train":  # doctests are rare, so all of them are used for training
-                examples = doctest_tasks(sources, seed=config.seed, context_bytes=config.max_prompt_bytes)
-                short = [m for m in examples if len(m.task.prompt.encode()) <= 2 * config.max_prompt_bytes]
-                kept, _ = filter_solvable(
-                    short, lambda tasks, solutions: grade_tasks(tasks, solutions, sandbox)
-                )
-                mined = [*kept, *mined][:most]
-                if n_run := min(len(kept), most):
-                    ctx.progress.log(
-                        f"    {n_run} functions have examples (doctests): their tasks run them and compare the output, the "
-                        "others only parse the code"
-                    )
-            pairs = [PromptCompletion(m.task.prompt, m.solution, "python", m.task.id) for m in mined]
-            made[split] = ([m.task for m in mined], pairs)
-    return made
-
-
 def _python_preferences(ctx: StepContext, config: PreferencesConfig) -> dict[str, list[Any]]:
     """Pair each function body with a copy that contains one bug."""
     from collections import Counter
 
     from whorl.align.data.bug_injection import bug_preferences
+    from whorl.recipes.steps.align.generated_tasks import python_functions
 
     made: dict[str, list[Any]] = {}
     bug_kinds = dict[str, dict[str, int]]()
     for split, most in (("train", config.max_train), ("test", config.max_test)):
         counts: Counter[str] = Counter()
-        _, found = _python_functions(ctx, config, split)
+        _, found = python_functions(ctx, config, split)
         kinds, each = config.bug_kinds, config.max_pairs_per_function
         made[split] = bug_preferences(found, kinds=kinds, per_function=each, seed=config.seed, counts=counts)[
             :most

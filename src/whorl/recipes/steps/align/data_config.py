@@ -88,10 +88,17 @@ class TasksConfig(SetConfig):
 class PreferencesConfig(SetConfig):
     """Pairs of completions, or single completions with a label."""
 
-    source: Literal["python", "files"] = "python"
+    source: Literal["python", "files", "feedback"] = "python"
     shape: Literal["preferences", "unpaired"] = Field(
         default="preferences",
-        description="files: pairs of completions, or single ones with a label (for KTO)",
+        description="files, feedback: pairs of completions, or single ones with a label (for KTO); feedback that has fewer "
+        "answers in pairs than single ones is unpaired anyway",
+    )
+    min_confidence: float = Field(
+        default=0.6,
+        ge=0.5,
+        lt=1,
+        description="feedback: least probability that a vote of all raters is right",
     )
     bug_kinds: tuple[BugKind, ...] = Field(
         default=("syntax", "operator", "variable", "constant", "return"),

@@ -1,14 +1,17 @@
-"""Tasks of the step `tasks` that a program generates: arithmetic, reasoning-gym, tasksets of verifiers."""
+"""Tasks of the step `tasks` that a program makes: of Python functions, arithmetic, reasoning-gym, tasksets of verifiers."""
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from whorl.errors import ConfigError
 from whorl.recipes.registry import StepContext
 
 if TYPE_CHECKING:
     from whorl.evals.grading.task import VerifiableTask
-    from whorl.recipes.steps.align.data_config import TasksConfig
+    from whorl.evals.suites.python_functions import PythonFunction
+    from whorl.recipes.steps.align.data_config import SetConfig, TasksConfig
 
 Splits = dict[str, tuple[list["VerifiableTask"], list[Any]]]
 
@@ -76,3 +79,62 @@ def _verifiers_tasks(config: TasksConfig) -> Splits:
 
     made = verifiers_tasks(config.dataset, config.options, n_train=config.max_train, n_test=config.max_test)
     return {split: (found, []) for split, found in made.items()}
+
+
+def python_functions(
+    ctx: StepContext, config: SetConfig, split: str
+) -> tuple[list[Any], list[PythonFunction]]:
+    """Return (Python files of a split, functions in some of them)."""
+    from whorl.evals.suites.python_functions import extract_functions, parse_or_none
+    from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
+    from whorl.tracking.seeds import derive
+
+    missing = [role for role in CORPUS_PARENTS if role not in ctx.parents]
+    if missing:
+        raise ConfigError(
+            f"{ctx.name} with the source python needs the corpus, but has no parent {missing[0]!r}",
+            expected='parents = ["ingest", "curate"]',
+        )
+    corpus = open_corpus(ctx)
+    sources = [(d.path, d.text) for d in corpus.documents(split) if d.path.endswith(".py")]
+    if not sources:  # records of JSONL and Parquet have no suffix that gives their language
+        records = (d for d in corpus.documents(split) if d.language is None and "def " in d.text)
+        parsed = ((f"{d.path}#{d.offset}", d.text) for d in records if parse_or_none(d.text) is not None)
+        sources = list(islice(parsed, config.max_files))
+    files = sorted(sources, key=lambda file: derive(config.seed, file[0]))[: config.max_files]
+    found = extract_functions(
+        files,
+        seed=config.seed,
+        body_bytes=(20, config.max_completion_bytes),
+        header_bytes=config.max_prompt_bytes,
+    )
+    return sources, found
+
+
+def python_tasks(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Make tasks of the functions of the corpus, with their bodies as solutions."""
+    from whorl.align.data.formats import PromptCompletion
+    from whorl.evals.grading import grade_tasks
+    from whorl.evals.suites.code_tasks import body_tasks, doctest_tasks, filter_solvable
+    from whorl.sandbox import Sandbox
+
+    made = {}
+    with Sandbox() as sandbox:
+        for split, most in (("train", config.max_train), ("test", config.max_test)):
+            sources, found = python_functions(ctx, config, split)
+            mined = body_tasks(one for one in found if ">>>" not in one.docstring)[:most]
+            if split == "train":  # doctests are rare, so all of them are used for training
+                examples = doctest_tasks(sources, seed=config.seed, context_bytes=config.max_prompt_bytes)
+                short = [m for m in examples if len(m.task.prompt.encode()) <= 2 * config.max_prompt_bytes]
+                kept, _ = filter_solvable(
+                    short, lambda tasks, solutions: grade_tasks(tasks, solutions, sandbox)
+                )
+                mined = [*kept, *mined][:most]
+                if n_run := min(len(kept), most):
+                    ctx.progress.log(
+                        f"    {n_run} functions have examples (doctests): their tasks run them and compare the output, the "
+                        "others only parse the code"
+                    )
+            pairs = [PromptCompletion(m.task.prompt, m.solution, "python", m.task.id) for m in mined]
+            made[split] = ([m.task for m in mined], pairs)
+    return made

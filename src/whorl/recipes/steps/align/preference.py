@@ -28,6 +28,7 @@ from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.stage import (
     NOT_HASHED,
+    check_logged_ids,
     format_likelihood_change,
     held_out_likelihood,
     pad_id_of,
@@ -58,6 +59,7 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
     from whorl.align.preference.dpo import get_objective, train_preferences
     from whorl.align.stage.io import load_stage_model, open_policy, save_stage_model
 
+    config = _with_objective(ctx, config)
     folder, machine = ctx.parent_folder("model"), ctx.machine
     tokenizer, network = open_policy(folder, config, machine, context_hint=config.data.seq_len)
     reference = network  # unused by reference-free objectives
@@ -149,6 +151,15 @@ def reward_model(ctx: StepContext, config: RewardConfig) -> None:
     ]
 
 
+def _with_objective(ctx: StepContext, config: PreferenceConfig) -> PreferenceConfig:
+    """Return the configuration with KTO for single completions, unless it names an objective."""
+    given = ctx.parents["preferences"]
+    if "objective" in config.model_fields_set or "preferences.train.jsonl" in given.files:
+        return config
+    ctx.progress.log(f"    {given.name} has single completions with a label, no pairs: KTO")
+    return config.model_copy(update={"objective": "kto"})
+
+
 def _load_examples(
     ctx: StepContext, tokenizer: TokenEncoder, config: PreferenceStageConfig, *, pairs_only: bool = False
 ) -> tuple[list[Any], list[Any], LengthFilter]:
@@ -163,6 +174,7 @@ def _load_examples(
 
     given = ctx.parents["preferences"]
     given.check()
+    check_logged_ids(ctx, tokenizer)
     length_filter, found = LengthFilter(config.data.seq_len), dict[str, list[Any]]()
     paired = bool(read_preferences(given.path, "train"))
     if not paired and (pairs_only or getattr(config, "objective", "") != "kto"):
