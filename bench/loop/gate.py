@@ -2,10 +2,10 @@
 
     python bench/loop/gate.py [--runs 1000] [--votes 1000]
 
-A run is a sequence of blind votes, looked at after each of them. With equal models a vote is a fair coin: passing at any of
-the looks is a false promotion, and the test promises at most 5 %. A challenger that wins 60 % of the votes should pass
-within the votes. The peer is a test of a fixed size that is looked at after each vote, too (one-sided exact binomial test,
-p <= 0.05): that is what a page with a p-value invites to.
+A run is a sequence of blind votes, and the test is read after each of them. With equal models a vote is a fair coin, and a
+pass at any vote is a false promotion: at most 5 % of the runs. A challenger that wins 60 % of the votes has to pass within
+the votes. The peer is a test for a fixed number of votes, also read after each of them (one-sided exact binomial test,
+p <= 0.05), as on a page that shows a p-value.
 """
 
 from __future__ import annotations
