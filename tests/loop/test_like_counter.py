@@ -15,20 +15,20 @@ from whorl.loop.counter.cache import LocalCache
 from whorl.loop.counter.counts import Counts
 from whorl.loop.counter.likes import LikesView
 from whorl.loop.events import FEEDBACK, QUARANTINE, FeedbackGiven, create_topics
-from whorl.loop.streams import ViewWorker
-from whorl.loop.streams.store import SqliteViews
+from whorl.loop.streams.store import ViewStore
+from whorl.loop.streams.worker import ViewWorker
 
 clicks = st.lists(
     st.tuples(
         st.sampled_from(["ada", 'a"da', "bob"]), st.sampled_from(["c1", "c2"]),
-        st.sampled_from(["like", "dislike", "none", "edit", "erased"]), st.integers(0, 20),
+        st.sampled_from(["like", "dislike", "none", "edit", "erased"]), st.integers(0, 3),
     ),
     max_size=40,
 )  # fmt: skip
 
 
 def event_of(actor: str, completion: str, kind: str, number: int) -> Event:
-    id = f"{actor} {completion} {number}"
+    id = f"{actor} {completion} {kind} {number}"
     if kind == "erased":
         return Event("actor.erased", actor, {}, id=f"erased {actor}", time=1.0)
     return FeedbackGiven(actor, completion, kind).event(id, 1.0)
@@ -55,9 +55,9 @@ def brute_force(events) -> dict[str, Counter]:
     for event in events:
         if event.type == "actor.erased":
             erased.add(event.key)
-        elif event.id not in seen and event.data["kind"] in ("like", "dislike", "none"):
+        elif event.data["kind"] in ("like", "dislike", "none") and event.id not in seen:
             last[event.key, event.data["completion"]] = event.data["kind"]
-        seen.add(event.id)
+            seen.add(event.id)
     counts = {"c1/0": Counter(), "c2/0": Counter()}
     for (actor, completion), kind in last.items():
         if actor not in erased:
@@ -78,7 +78,7 @@ def test_counts_equal_brute_force_whatever_the_batches(made, limit, unique):
         if not unique:
             log._places.clear()  # a log that recognises no duplicates
         log.append(FEEDBACK, event)
-    first, second = SqliteViews("sqlite::memory:"), SqliteViews("sqlite::memory:")
+    first, second = ViewStore("sqlite::memory:"), ViewStore("sqlite::memory:")
     fold(log, first, limit)
     counts = Counts(first, LocalCache()).get(["c1/0", "c2/0"])
     for answer, expected in brute_force(events).items():
@@ -88,7 +88,7 @@ def test_counts_equal_brute_force_whatever_the_batches(made, limit, unique):
 
 
 def test_an_owner_that_was_replaced_changes_nothing():
-    log, store = new_log([event_of("ada", "c1", "like", 0)]), SqliteViews("sqlite::memory:")
+    log, store = new_log([event_of("ada", "c1", "like", 0)]), ViewStore("sqlite::memory:")
     now = [1000.0]
     log.clock = lambda: now[0]
     slow = ViewWorker(LikesView(), log, store)
@@ -102,7 +102,7 @@ def test_an_owner_that_was_replaced_changes_nothing():
 
 
 def test_what_is_no_feedback_is_quarantined_once_and_counted():
-    log, store = new_log(), SqliteViews("sqlite::memory:")
+    log, store = new_log(), ViewStore("sqlite::memory:")
     log.append(FEEDBACK, Event("feedback.given", "a", {"kind": "like"}), event_of("a", "c1", "like", 1))
     log.append(FEEDBACK, Event("feedback.given", "a", {"kind": "like"}, version=9))
     fold(log, store)
@@ -114,7 +114,7 @@ def test_what_is_no_feedback_is_quarantined_once_and_counted():
 
 
 def test_records_that_retention_removed_are_an_error():
-    log, store = new_log([event_of("a", "c1", "like", n) for n in range(9)]), SqliteViews("sqlite::memory:")
+    log, store = new_log([event_of("a", "c1", "like", n) for n in range(9)]), ViewStore("sqlite::memory:")
     fold(log, store)
     log.append(FEEDBACK, *(event_of("a", "c1", "like", n) for n in range(10, 20)))
     for partition in range(4):
@@ -126,7 +126,7 @@ def test_records_that_retention_removed_are_an_error():
 def test_an_actor_reads_only_its_own_memberships():
     log, store = (
         new_log([event_of("a", "c1", "like", 0), event_of('a"', "c1", "dislike", 0)]),
-        SqliteViews("sqlite::memory:"),
+        ViewStore("sqlite::memory:"),
     )
     fold(log, store)
     counts = Counts(store, LocalCache())

@@ -8,3 +8,8 @@ warehouse.py       Parquet by date, and DuckDB over it
 Four decisions carry it: a relationship is stored separately from its aggregate, counts are eventual, the log comes first,
 and everything is idempotent. bench/loop/decisions.py reverses each.
 """
+
+from whorl.loop.counter.answers import AnswersView
+from whorl.loop.counter.likes import LikesView
+
+VIEWS = (LikesView(), AnswersView())  # of `whorl loop`

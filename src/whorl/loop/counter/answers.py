@@ -2,8 +2,8 @@
 
     answers   TIME ID -> {"id", "model", "actor", "time", "pair", "arm", "partition", "offset"}
     raters    ACTOR -> answers that this actor gave feedback on
-    voted     ACTOR ANSWER -> true
-    days      START MODEL KIND -> clicks, in windows of a day
+    voted     ACTOR ANSWER -> true          made      ACTOR TIME ID -> true
+    days      START MODEL, KIND -> clicks, in windows of a day
 
 Text is sealed in the log: a page opens the record at `partition` and `offset` with `ActorKeys`.
 """
@@ -51,8 +51,11 @@ class AnswersView(FoldedView):
             elif "erased" in value:
                 _erase(state, value["erased"])
             else:
-                place = {"partition": item.record.partition, "offset": item.record.offset}
-                state.put("answers", f"{value['time']:017.6f} {value['id']}", value | place)
+                if not state.get("erased", value["actor"]):
+                    key = f"{value['time']:017.6f} {value['id']}"
+                    place = {"partition": item.record.partition, "offset": item.record.offset}
+                    state.put("answers", key, value | place)
+                    state.put("made", member_key(value["actor"], key), True)
                 self._add_pairs(state, self.by_model.add(state, item, "right", value["id"], value["model"]))
         return ()
 
@@ -67,13 +70,16 @@ class AnswersView(FoldedView):
 
     def _add_pairs(self, state: ViewState, pairs: Iterable[tuple[Any, str]]) -> None:
         for (time, kind), model in pairs:
-            self.by_day.add(state, time, f"{model} {kind}")
+            self.by_day.add(state, time, f"{model}\n{kind}")
 
 
 def _erase(state: ViewState, actor: str) -> None:
     prefix = member_key(actor, "")
-    for key in state.scan("voted", prefix, prefix + END):
-        state.put("voted", key, None)
+    for table in ("voted", "made"):
+        for key in state.scan(table, prefix, prefix + END):
+            state.put(table, key, None)
+            if table == "made":
+                state.put("answers", key.removeprefix(prefix), None)
     state.put("raters", actor, None)
     state.put("erased", actor, True)
 
@@ -93,13 +99,6 @@ def votes_per_rater(store: ViewStore) -> dict[str, int]:
 
 def clicks_per_day(store: ViewStore) -> list[dict[str, Any]]:
     """Return rows of start of the day in seconds, model, kind, clicks."""
-    rows = store.scan(AnswersView.name, "days")
-    return [
-        {
-            "day": int(key[:12]),
-            "model": key[13:].rpartition(" ")[0],
-            "kind": key.rpartition(" ")[2],
-            "clicks": n,
-        }
-        for key, n in rows.items()
-    ]
+    rows = store.scan(AnswersView.name, "days").items()
+    parts = ((int(key[:12]), *key[13:].split("\n"), clicks) for key, clicks in rows)
+    return [dict(zip(("day", "model", "kind", "clicks"), row, strict=True)) for row in parts]

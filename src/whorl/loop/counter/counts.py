@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from whorl.loop.counter.cache import CountCache, open_cache
 from whorl.loop.counter.likes import NO_COUNT, LikesView, member_key, sum_cells
-from whorl.loop.streams.store import ViewStore, open_views
+from whorl.loop.streams.store import ViewStore
 
 
 class Counts:
@@ -22,7 +22,7 @@ class Counts:
     @classmethod
     def open(cls, url: str, cache: str = "") -> Counts:
         """Open the store of views. cache: "" for one in this process, or redis://..."""
-        return cls(open_views(url), open_cache(cache))
+        return cls(ViewStore(url), open_cache(cache))
 
     def get(self, answers: Sequence[str]) -> dict[str, dict[str, int]]:
         """Return answer -> {"likes", "dislikes"} for answers of the form COMPLETION/CHOICE."""

@@ -6,18 +6,3 @@ runner.py    all views of a process, one thread each
 
 The vocabulary is that of Kafka Streams and of Akidau et al. 2015, "The Dataflow Model".
 """
-
-from whorl.loop.streams.store import ViewStore, default_views, open_views
-from whorl.loop.streams.view import FoldedView, ViewEffect, ViewItem, ViewState
-from whorl.loop.streams.worker import ViewWorker
-
-__all__ = [
-    "FoldedView",
-    "ViewEffect",
-    "ViewItem",
-    "ViewState",
-    "ViewStore",
-    "ViewWorker",
-    "default_views",
-    "open_views",
-]

@@ -10,9 +10,9 @@ from contextlib import suppress
 from whorl.log.locations import open_log
 from whorl.log.port import Log, LogUnavailableError
 from whorl.loop.events import create_topics
-from whorl.loop.streams.store import ViewStore, ViewsUnavailableError, open_views
-from whorl.loop.streams.view import FoldedView, Perform
-from whorl.loop.streams.worker import ViewWorker
+from whorl.loop.streams.store import ViewStore, ViewsUnavailableError
+from whorl.loop.streams.view import FoldedView
+from whorl.loop.streams.worker import Perform, ViewWorker
 
 LINGER = 0.5  # seconds that a view lets records gather: one delta per key and batch
 LONGEST_WAIT = 15.0  # seconds between attempts to reach a log or store that is away
@@ -31,7 +31,7 @@ def run_views(
     Raises:
         OffsetRemovedError, DataError: of the first view that cannot continue; the others are stopped.
     """
-    with open_log(log_url) as log, open_views(store_url) as store, ThreadPoolExecutor(len(views)) as threads:
+    with open_log(log_url) as log, ViewStore(store_url) as store, ThreadPoolExecutor(len(views)) as threads:
         create_topics(log)
         running = {threads.submit(_run, view, log, store_url, perform, stop, once, warn) for view in views}
         try:
@@ -63,7 +63,7 @@ def _run(
     delay = 0.5
     while not stop.is_set():
         try:
-            with open_views(store_url) as store:
+            with ViewStore(store_url) as store:
                 worker = ViewWorker(view, log, store, perform)
                 for point in worker.steps():
                     if point == "idle":

@@ -18,15 +18,17 @@ Equal records must give equal rows, in any batches and with any partition first;
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from whorl.log.event import Event, LogRecord
 from whorl.log.groups import Partition
 
+if TYPE_CHECKING:
+    from whorl.loop.streams.store import ViewStore
+
 END = "\U0010ffff"  # above every character of a key
-Rows = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +54,17 @@ class ViewItem:
 
 
 class ViewState:
-    """The tables of a view within one transaction. Reads see its writes.
+    """The tables of a view within one transaction. Reads see its writes. partitions: all that the view reads."""
 
-    Args:
-        load: (table, keys) -> rows of the store. scan: (table, low, high) -> rows with low <= key < high.
-        partitions: all that the view reads.
-    """
-
-    def __init__(
-        self, load: Callable[[str, Sequence[str]], Rows], scan: Callable[[str, str, str], Rows],
-        partitions: Sequence[Partition] = (),
-    ) -> None:  # fmt: skip
-        self._load, self._scan, self.partitions = load, scan, partitions
+    def __init__(self, store: ViewStore, view: str, partitions: Sequence[Partition] = ()) -> None:
+        self._store, self._view, self.partitions = store, view, partitions
         self._known = dict[tuple[str, str], Any]()
         self.written = dict[tuple[str, str], Any]()  # None: deleted
 
     def load(self, table: str, keys: Iterable[str]) -> None:
         """Fetch rows in one query, before `get` of each."""
-        missing = {key: None for key in keys if (table, key) not in self._known}
-        if missing:
-            found = self._load(table, list(missing))
+        if missing := list({key: None for key in keys if (table, key) not in self._known}):
+            found = self._store.load(self._view, table, missing)
             self._known |= {(table, key): found.get(key) for key in missing}
 
     def get(self, table: str, key: str, default: Any = None) -> Any:
@@ -86,9 +79,9 @@ class ViewState:
     def add(self, table: str, key: str, amount: float = 1) -> None:
         self.put(table, key, self.get(table, key, 0) + amount)
 
-    def scan(self, table: str, low: str, high: str) -> Rows:
+    def scan(self, table: str, low: str, high: str) -> dict[str, Any]:
         """Return the rows with low <= key < high, sorted by key."""
-        found = self._scan(table, low, high)
+        found = self._store.scan(self._view, table, low, high)
         for (name, key), value in self.written.items():
             if name == table and low <= key < high:
                 found[key] = value
@@ -112,7 +105,3 @@ class FoldedView(ABC):
     @abstractmethod
     def apply(self, state: ViewState, items: Sequence[ViewItem]) -> Iterable[ViewEffect]:
         """Fold items, which keep the order of their partition, into the state."""
-
-
-Perform = Callable[[Sequence[ViewEffect]], None]
-Epochs = Mapping[Partition, int]

@@ -6,7 +6,7 @@ several, crashes some, and expects the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from whorl.errors import DataError, shorten
 from whorl.log.event import Event, LogRecord
@@ -14,12 +14,11 @@ from whorl.log.groups import FencedError, Partition
 from whorl.log.port import Log, OffsetRemovedError
 from whorl.loop.events import QUARANTINE, SCHEMAS, TOPICS
 from whorl.loop.streams.store import ViewStore
-from whorl.loop.streams.view import FoldedView, Perform, ViewEffect, ViewItem
+from whorl.loop.streams.view import FoldedView, ViewEffect, ViewItem
 
 BATCH = 10_000  # records of one transaction
-COMMIT_SECONDS = (
-    1.0  # between commits to the group: for `whorl log info` and retention; the truth is in the store
-)
+COMMIT_SECONDS = 1.0  # between commits to the group, which `whorl log info` and retention see
+Perform = Callable[[Sequence[ViewEffect]], None]
 UNREADABLE = (DataError, TypeError, KeyError, ValueError, AttributeError)
 
 
