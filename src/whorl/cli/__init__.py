@@ -59,6 +59,7 @@ VERBS = {
 GROUPS = {
     "rl": ("jobs", ("train", "solve", "compare", "record", "methods", "environments")),
     "gen": ("jobs", ("train", "sample", "compare", "methods")),
+    "log": ("jobs", ("info", "tail", "replay", "copy", "trim")),
     "keys": ("serving", ("add", "list", "revoke")),
     "arena": ("serving", ("serve", "judge", "table", "page", "export")),
     "corpus": (

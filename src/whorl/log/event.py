@@ -23,6 +23,7 @@ import orjson
 
 from whorl.errors import DataError, shorten
 
+TOMBSTONE_END = b'"data":null}'  # of `Event.encode`, and of no other event
 Upcaster = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -59,8 +60,8 @@ class Event:
         Raises:
             DataError: a value is not JSON, or text is not Unicode.
         """
-        when = datetime.fromtimestamp(self.time, UTC).isoformat()
         try:
+            when = datetime.fromtimestamp(self.time, UTC).isoformat()
             return orjson.dumps(
                 {
                     "specversion": "1.0", "id": self.id, "source": self.source, "type": self.type,
@@ -68,9 +69,10 @@ class Event:
                     "datacontenttype": "application/json", "data": self.data,
                 }
             )  # fmt: skip
-        except TypeError as error:  # orjson's error is one
+        except (TypeError, ValueError, OverflowError, OSError) as error:
             raise DataError(
-                f"the event {self.type} {self.id} cannot be written: {error}", expected="JSON"
+                f"the event {self.type} {self.id} cannot be written: {error}",
+                expected="JSON, and a time in seconds",
             ) from None
 
 
@@ -89,6 +91,11 @@ class LogRecord:
     key: str
     recorded: float
     value: bytes
+
+    @property
+    def is_tombstone(self) -> bool:
+        """Whether the data are None."""
+        return self.value.endswith(TOMBSTONE_END)
 
     def event(self, schemas: Mapping[str, Schema] | None = None) -> Event:
         """Return the event, in the newest version of its schema.
@@ -109,9 +116,11 @@ class LogRecord:
             )
             if not (event.data is None or isinstance(event.data, dict)):
                 raise TypeError("data is no object")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if not all(isinstance(text, str) for text in (event.id, event.key, event.source)):
+                raise TypeError("id, subject or source is no text")
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise UnreadableRecordError(
-                f"{place}: {shorten(str(error))}", expected="an event as JSON in UTF-8 (docs/log.md)"
+                f"{place}: {shorten(repr(error))}", expected="an event as JSON in UTF-8 (docs/log.md)"
             ) from None
         return event if schemas is None or kind not in schemas else schemas[kind].upcast(event, place)
 
@@ -134,8 +143,14 @@ class Schema:
                 expected=f"at most {self.version}", do="upgrade Whorl",
             )  # fmt: skip
         data = event.data
-        for version in range(event.version, self.version):
-            data = data if data is None else self.upcasters[version](dict(data))
+        try:
+            for version in range(event.version, self.version):
+                data = data if data is None else self.upcasters[version](dict(data))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise UnreadableRecordError(
+                f"{place}: {event.type} of version {event.version}: {shorten(repr(error))}",
+                expected=f"data that become version {self.version}",
+            ) from error
         if data is event.data:
             return event
         return Event(event.type, event.key, data, self.version, event.id, event.source, event.time)

@@ -88,7 +88,12 @@ class Reader:
             self._heartbeat()
             records: list[LogRecord] = []
             for partition in random.sample(self.assigned, len(self.assigned)):  # none starves
-                some = self.log.fetch(*partition, self.positions[partition], limit - len(records))
+                try:
+                    some = self.log.fetch(*partition, self.positions[partition], limit - len(records))
+                except WhorlError:
+                    if records:  # they would be lost; the next read raises
+                        return records
+                    raise
                 if some:
                     self.positions[partition] = some[-1].offset + 1
                     records += some
@@ -165,4 +170,8 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except WhorlError:  # its session ends on its own
+            if error is None:
+                raise

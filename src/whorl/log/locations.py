@@ -12,8 +12,11 @@ from whorl.log.port import Log
 
 # scheme -> module and class, and the extra that it needs
 BACK_ENDS = {
-    "sqlite": ("whorl.log.sqlite", "SqliteLog", "log"),
-    "memory": ("whorl.log.memory", "MemoryLog", "log"),
+    "sqlite": ("whorl.log.sqlite", "SqliteLog", ""),
+    "memory": ("whorl.log.memory", "MemoryLog", ""),
+    "postgresql": ("whorl.log.postgres", "PostgresLog", "postgres"),
+    "nats": ("whorl.log.nats", "NatsLog", "nats"),
+    "kafka": ("whorl.log.kafka", "KafkaLog", "kafka"),
 }
 
 

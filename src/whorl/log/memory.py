@@ -14,12 +14,10 @@ from whorl.log.port import (
     FETCH,
     Guarantees,
     Log,
-    LogUnavailableError,
     OffsetRange,
     OffsetRemovedError,
     Position,
     TopicConfig,
-    check_same_partitions,
     checked,
 )
 
@@ -32,28 +30,19 @@ class MemoryLog(Log):
     guarantees = Guarantees(survives="nothing", duplicates="an id that the topic was given")
 
     def __init__(self, url: str = "memory:", clock: Callable[[], float] | None = None) -> None:
-        self.url, self._lock = url, threading.RLock()
-        self.clock = clock or self.clock
-        self._topics, self._documents = dict[str, TopicConfig](), dict[str, tuple[bytes, int]]()
+        super().__init__(url)
+        self.clock, self._lock = clock or self.clock, threading.RLock()
+        self._documents = dict[str, tuple[bytes, int]]()
         self._records, self._bounds = dict[str, list[list[LogRecord]]](), dict[str, list[OffsetRange]]()
         self._places = dict[tuple[str, str], Position]()
-        self._closed = False
 
-    def create(self, topic: str, config: TopicConfig | None = None) -> TopicConfig:
+    def _make(self, topic: str, config: TopicConfig) -> None:
         with self._lock:
-            if topic not in self._topics:
-                n = (config or TopicConfig()).partitions
-                self._topics[topic] = config or TopicConfig()
-                self._records[topic] = [[] for _ in range(n)]
-                self._bounds[topic] = [OffsetRange(0, 0)] * n
-            return check_same_partitions(topic, self._topics[topic], config)
-
-    def topics(self) -> dict[str, TopicConfig]:
-        return dict(sorted(self._topics.items()))
+            self._records.setdefault(topic, [[] for _ in range(config.partitions)])
+            self._bounds.setdefault(topic, [OffsetRange(0, 0)] * config.partitions)
 
     def submit(self, topic: str, events: Sequence[Event]) -> Future[list[Position]]:
-        if self._closed:
-            raise LogUnavailableError(f"{self.url} is closed")
+        self._check_open()
         values = checked(self.topic(topic), topic, events)
         future: Future[list[Position]] = Future()
         with self._lock:
@@ -97,15 +86,10 @@ class MemoryLog(Log):
                 records[:] = [
                     record
                     for record in records
-                    if record is last[record.key]
-                    and (record.recorded >= oldest or record.event().data is not None)
+                    if record is last[record.key] and (record.recorded >= oldest or not record.is_tombstone)
                 ]
                 removed += before - len(records)
         return removed
-
-    def find_offset(self, topic: str, partition: int, when: float) -> int:
-        found = (record.offset for record in self._records[topic][partition] if record.recorded >= when)
-        return next(found, self._bounds[topic][partition].next)
 
     def document(self, name: str) -> tuple[bytes, int]:
         return self._documents.get(name, (b"", 0))

@@ -1,24 +1,26 @@
 """The interface of all back ends of the log: `Log`, the settings of a topic, and what an acknowledgement survives.
 
 A topic has a fixed number of partitions; records of one key are in one partition, in order. `append` returns once its
-records survive what `Log.guarantees` names. A back end gives the storage: `submit`, `fetch`, `bounds`, `trim`,
-`find_offset`, and documents with versions. Groups (`groups.py`), retention and replay are built on these and are the same
-for all, unless a broker has its own.
+records survive what `Log.guarantees` names. A back end gives the storage: `submit`, `fetch`, `bounds`, `trim`, `compact`
+and documents with versions. Groups (`groups.py`), retention, replay and the search for a time are built on these and are
+the same for all.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from whorl.errors import ConfigError, DataError, WhorlError
+from whorl.errors import ConfigError, DataError, WhorlError, shorten
 from whorl.log.event import Event, LogRecord
 from whorl.log.groups import GroupState, Reader
 
@@ -101,20 +103,45 @@ class Log(ABC):
     """A log of events. A context manager; its methods may be called from any thread."""
 
     guarantees: ClassVar[Guarantees]
-    url: str
     clock: Callable[[], float] = time.time  # of groups; a simulation has its own
 
-    @abstractmethod
+    def __init__(self, url: str) -> None:
+        self.url, self._closed, self._process = url, False, os.getpid()
+        self._known = dict[str, TopicConfig]()
+
     def create(self, topic: str, config: TopicConfig | None = None) -> TopicConfig:
-        """Create a topic unless it exists, and return its settings.
+        """Create a topic unless it exists, and return its settings, which are a document of the log.
 
         Raises:
-            ConfigError: it exists with another number of partitions.
+            ConfigError: no name of a topic, or it exists with another number of partitions.
         """
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", topic):
+            raise ConfigError(
+                f"the topic {shorten(topic)!r}",
+                expected="1 to 200 letters, digits, dots, hyphens and underscores",
+            )
+        asked = config or TopicConfig()
+        self.put_document(
+            f"topic/{topic}", asked.model_dump_json().encode(), 0
+        )  # the first of several decides
+        found = self.topic(topic)
+        if config is not None and config.partitions != found.partitions:
+            raise ConfigError(
+                f"the topic {topic!r} with {config.partitions} partitions has {found.partitions}",
+                expected="the same number: keys would move to other partitions and lose their order",
+                do="copy it into a new log with `whorl log copy --partitions`",
+            )
+        self._make(topic, found)
+        return found
 
     @abstractmethod
+    def _make(self, topic: str, config: TopicConfig) -> None:
+        """Make the partitions of a topic, unless they exist."""
+
     def topics(self) -> dict[str, TopicConfig]:
         """Return name -> settings of all topics."""
+        names = sorted(self.document_names("topic/"))
+        return {n.removeprefix("topic/"): TopicConfig.model_validate_json(self.document(n)[0]) for n in names}
 
     @abstractmethod
     def submit(self, topic: str, events: Sequence[Event]) -> Future[list[Position]]:
@@ -132,8 +159,8 @@ class Log(ABC):
         try:
             return self.submit(topic, events).result(timeout)
         except TimeoutError:
-            raise LogUnavailableError(
-                f"{self.url}: no acknowledgement within {timeout:g} s", do="send the same events again"
+            raise unavailable(
+                self.url, f"no acknowledgement within {timeout:g} s", "a back end that answers"
             ) from None
 
     @abstractmethod
@@ -156,9 +183,21 @@ class Log(ABC):
     def compact(self, topic: str, now: float | None = None) -> int:
         """Keep the newest record of each key; remove tombstones older than `tombstone_seconds`. Returns how many went."""
 
-    @abstractmethod
     def find_offset(self, topic: str, partition: int, when: float) -> int:
-        """Return the first offset that was recorded at `when` or later; the next offset if no record is so new."""
+        """Return the offset from which records were recorded at `when` or later; the next offset if none is so new."""
+        first, end = self.bounds(topic)[partition]
+        while first < end:  # times do not decrease within a partition
+            middle = (first + end) // 2
+            try:
+                found = self.fetch(topic, partition, middle, 1)
+            except OffsetRemovedError as error:
+                first = error.last + 1
+                continue
+            if found and found[0].recorded < when:
+                first = found[0].offset + 1
+            else:
+                end = middle
+        return first
 
     @abstractmethod
     def document(self, name: str) -> tuple[bytes, int]:
@@ -236,13 +275,22 @@ class Log(ABC):
 
     def topic(self, name: str) -> TopicConfig:
         """Return the settings of a topic. Raises ConfigError: no such topic."""
-        found = self.topics()
+        if name in self._known:  # settings do not change
+            return self._known[name]
+        self._known = found = self.topics()
         if name not in found:
             raise ConfigError(
                 f"{self.url} has no topic {name!r}", expected=", ".join(found) or "a log with topics",
                 do="`whorl log info` lists them",
             )  # fmt: skip
         return found[name]
+
+    def _check_open(self) -> None:
+        if self._closed or self._process != os.getpid():
+            raise LogUnavailableError(
+                f"{self.url} {'is closed' if self._closed else 'was opened before this process was forked'}",
+                do="open it again with open_log",
+            )
 
     def _groups(self) -> dict[str, GroupState]:
         return {
@@ -259,24 +307,42 @@ class Log(ABC):
         self.close()
 
 
-def checked(config: TopicConfig, topic: str, events: Sequence[Event]) -> list[bytes]:
-    """Return the events encoded. Raises RecordTooLargeError."""
-    values = [event.encode() for event in events]
-    for event, value in zip(events, values, strict=True):
-        if len(value) > config.max_record_bytes:
+def unavailable(url: str, problem: object, expected: str) -> LogUnavailableError:
+    """Return the error of a back end that took nothing."""
+    return LogUnavailableError(f"{url}: {problem}", expected=expected, do="send the same events again, later")
+
+
+def checked(config: TopicConfig, topic: str, events: Sequence[Event], limit: int = 1 << 40) -> list[bytes]:
+    """Return the events encoded. limit: bytes that the back end takes. Raises RecordTooLargeError, DataError."""
+    values, limit = list[bytes](), min(limit, config.max_record_bytes)
+    for event in events:
+        if not re.fullmatch(r"[ -~]{1,200}", event.id) or "\0" in event.key:
+            raise DataError(
+                f"an event of the type {event.type} with the id {shorten(event.id)!r}, key {shorten(event.key)!r}",
+                expected="an id of 1 to 200 printable ASCII characters, and a key without zero bytes",
+            )
+        if (size := _least_bytes(event.data, limit)) <= limit:  # no copy of 100 MB is made to refuse it
+            values.append(event.encode())
+            size = len(values[-1])
+        if size > limit:
             raise RecordTooLargeError(
-                f"the event {event.type} {event.id} has {len(value):,} bytes",
-                expected=f"at most {config.max_record_bytes:,} (max_record_bytes of the topic {topic!r})",
+                f"the event {event.type} {event.id} has at least {size:,} bytes",
+                expected=f"at most {limit:,} (max_record_bytes of the topic {topic!r}, or of the broker)",
             )
     return values
 
 
-def check_same_partitions(topic: str, found: TopicConfig, asked: TopicConfig | None) -> TopicConfig:
-    """Return `found`. Raises ConfigError: it has another number of partitions."""
-    if asked is not None and asked.partitions != found.partitions:
-        raise ConfigError(
-            f"the topic {topic!r} with {asked.partitions} partitions has {found.partitions}",
-            expected="the same number: keys would move to other partitions and lose their order",
-            do="copy it into a new log with `whorl log copy --partitions`",
-        )
-    return found
+def _least_bytes(data: Any, limit: int) -> int:
+    """Return a lower bound of the size of JSON, no further than a little beyond `limit`."""
+    size, todo = 0, [data]
+    while todo and size <= limit:
+        value = todo.pop()
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, list | tuple):
+            size += 2 * len(value)
+            if value and isinstance(value[0], str | Mapping | list | tuple):
+                todo += value
+    return size
