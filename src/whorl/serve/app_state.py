@@ -38,6 +38,7 @@ from whorl.serve.worker.worker import EngineProtocol, EngineWorker, Stream
 T = TypeVar("T")
 LIMITS_FOLDER = "WHORL_LIMITS_FOLDER"  # set by `whorl serve --replicas`
 MAX_WAITING_GRAMMARS, MAX_GRAMMARS_PER_CLIENT = 64, 8
+ANONYMOUS, MAX_ACTOR = "anonymous", 256  # MAX_ACTOR: characters
 
 
 class AppState:
@@ -294,6 +295,22 @@ def rate_limit_headers(http: HttpRequest) -> dict[str, str]:
 def client_id(http: HttpRequest) -> str:
     """Return the unit of fair scheduling, as `client_of`."""
     return client_of(http.scope)
+
+
+def actor_of(http: HttpRequest, user: str | None = None) -> str:
+    """Return the actor of a request: the API key's name, with the user behind a slash if the request names one.
+
+    Without keys the user alone: `user` or `safety_identifier` of the body, else the header `x-whorl-actor` of the pages.
+
+    Raises:
+        ApiError: the name is too long.
+    """
+    limits, given = key_limits(http), user or http.headers.get("x-whorl-actor", "")
+    if len(given) > MAX_ACTOR:
+        raise ApiError(400, f"user: at most {MAX_ACTOR} characters", param="user")
+    if limits is not None:
+        return f"{limits.key.name}/{given}" if given else limits.key.name
+    return given or ANONYMOUS
 
 
 async def in_thread_if_large(http: HttpRequest, work: Callable[[], T]) -> T:

@@ -21,6 +21,7 @@ from whorl.log.port import LogUnavailableError
 from whorl.loop.actor_keys import PRIVATE, ActorKeys
 from whorl.loop.events import COMPLETIONS, CompletionMade, create_topics
 from whorl.loop.feedback_token import TOKEN_SECONDS, issue_token, load_secret
+from whorl.loop.page_state import PageState
 from whorl.store import Store
 
 LOG = logging.getLogger("whorl.serve")
@@ -29,7 +30,9 @@ APPEND_SECONDS = 30.0  # that feedback waits
 
 
 class CompletionLog:
-    """The log, the keys of actors and the secret of tokens."""
+    """The log, the keys of actors and the secret of tokens. pages: what the pages show; None without a store."""
+
+    pages: PageState | None = None
 
     def __init__(self, log: Log, keys: ActorKeys, secret: bytes) -> None:
         self.log, self.keys, self.secret = log, keys, secret
@@ -45,10 +48,12 @@ class CompletionLog:
         Raises:
             ConfigError, DataError, LogUnavailableError: as `open_log` and `load_secret`.
         """
-        root = Store(store).root
-        folder = root / "log"
+        opened = Store(store)
+        folder = opened.root / "log"
         keys, secret = ActorKeys(folder / "keys.db"), load_secret(folder / "secret")
-        return cls(open_log(url or default_log(root)), keys, secret)
+        made = cls(open_log(url or default_log(opened.root)), keys, secret)
+        made.pages = PageState(opened, made.log, keys, secret)
+        return made
 
     async def append(self, topic: str, event: Event, timeout: float = APPEND_SECONDS) -> None:
         """Seal and append an event; return once it is durable.
@@ -80,5 +85,7 @@ class CompletionLog:
 
     def close(self) -> None:
         """Wait for what was submitted, and close."""
+        if self.pages is not None:
+            self.pages.close()
         self.log.close()
         self.keys.close()

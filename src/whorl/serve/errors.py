@@ -23,6 +23,8 @@ from starlette.responses import Response
 
 from whorl.errors import WhorlError, shorten
 from whorl.http.guard import RefusedError
+from whorl.log.port import LogUnavailableError
+from whorl.loop.streams.store import ViewsUnavailableError
 
 # Exceptions that end a task or the process. Others are those of a request: a panic of a library in Rust is no `Exception`.
 STOPPING = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
@@ -87,6 +89,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(error.status, error.message, code=error.code, retry_after=error.retry_after)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, LogUnavailableError | ViewsUnavailableError):
+        return ApiError(503, error.what, code="log_unavailable", retry_after=1)
     if isinstance(error, WhorlError):
         message = error.what + (f"; expected {error.expected}" if error.expected else "")
         code = "context_length_exceeded" if getattr(error, "too_long", False) else None

@@ -24,6 +24,7 @@ from whorl.serve.worker.model_entry import Challenger, ServedEmbedder, ServedMod
 from whorl.serve.worker.model_loading import SERVED, ModelLocation
 from whorl.serve.worker.served_name import follow_name
 from whorl.serve.worker.worker import EngineProtocol
+from whorl.store import Store
 
 
 def check_auth_required(config: ServeConfig, no_auth: bool = False) -> None:
@@ -71,10 +72,12 @@ def make_state(
         hidden = replace(second, name=shown[0].name, aliases=frozenset())
         state.challenger = Challenger(hidden, events.traffic)
     for place, one in zip(places, models, strict=False):
-        followed = next((name for name in place.names if name.startswith(SERVED)), None)
-        if followed and isinstance(one, ServedModel):
-            follow = partial(follow_name, state.worker, one, followed, place.store, machine)
-            state.background.append(follow)
+        name = SERVED + place.names[0]
+        if isinstance(one, ServedModel) and place.address and (name in place.names or log is not None):
+            now = place.address if name in place.names else None
+            state.background.append(
+                partial(follow_name, state.worker, one, Store(place.store), name, now, machine)
+            )
     return state
 
 

@@ -140,7 +140,7 @@ def test_a_server_takes_over_the_weights_of_a_name(
     with running(state) as server:
         endless = {"ignore_eos": True, "max_tokens": 200}
         long = list[dict[str, Any]]()
-        thread = threading.Thread(target=lambda: long.append(ask(server, "served/chat", **endless)))
+        thread = threading.Thread(target=lambda: long.append(ask(server, "chat", **endless)))
         thread.start()
         gate.let(4)  # the completion runs while the name moves
         until(lambda: any(stream.n_tokens > 1 for stream in server.api.worker.streams.values()))
@@ -150,11 +150,11 @@ def test_a_server_takes_over_the_weights_of_a_name(
         gate.let(10_000)
         thread.join(60)
         assert long[0]["usage"]["completion_tokens"] == 200 and logged(server)[long[0]["id"]]["digest"] == ""
-        answer = ask(server, "served/chat")
-        assert (answer["choices"][0]["text"], answer["model"]) == (new, "served/chat")
+        answer = ask(server, "served/chat")  # its other name
+        assert (answer["choices"][0]["text"], answer["model"]) == (new, "chat")
         assert logged(server)[answer["id"]]["digest"] == store.open("b/m").address
         for refused in ("wide/m", "foreign/m"):
             store.set_name("served/chat", store.open(refused))
             until(lambda refused=refused: store.open(refused).address[:12] in caplog.text)
-            assert ask(server, "served/chat")["choices"][0]["text"] == new
+            assert ask(server, "chat")["choices"][0]["text"] == new
         assert caplog.text.count("keeps its model") == 2

@@ -18,7 +18,7 @@ from whorl.http.server_process import trim_memory
 from whorl.serve import errors
 from whorl.serve.api import chat, embeddings, responses
 from whorl.serve.api import completions as text_completions
-from whorl.serve.api.feedback import add_feedback_routes
+from whorl.serve.api.feedback import add_feedback_routes, add_loop_routes
 from whorl.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -28,7 +28,7 @@ from whorl.serve.api.protocol import (
     TokenizeRequest,
 )
 from whorl.serve.api.strict_route import ErrorHandlingRoute
-from whorl.serve.app_state import AppState
+from whorl.serve.app_state import AppState, actor_of
 from whorl.serve.errors import OrjsonResponse
 from whorl.serve.middleware.admission import AdmissionMiddleware
 from whorl.serve.page_files import add_page_routes
@@ -108,9 +108,13 @@ def create_app(state: AppState) -> FastAPI:
     _add_generation_routes(app, state)
     _add_model_routes(app, state)
     _add_monitoring_routes(app, state)
+    pages = {"/": "chat.html", "/engine": "engine.html"}
     if state.events is not None:
         add_feedback_routes(app, state.events, lambda http: state.charge_rate_limit(http, 0))
-    add_page_routes(app, {"/": "chat.html", "/engine": "engine.html"})
+        if state.events.pages is not None and (state.local_only or state.key_store is not None):
+            add_loop_routes(app, state.events.pages, actor_of)
+            pages |= {"/feed": "feed.html", "/loop": "loop.html"}
+    add_page_routes(app, pages)
     return app
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/feedback: one click on an answer, appended to the event log.
+"""POST /v1/feedback: one click on an answer, appended to the event log; and the routes of the pages /feed and /loop.
 
 The token comes with the answer. It names the completion and the actor, so that a click needs no look-up. The response is
 sent once the click is durable; views count it later. A click that is sent twice with one `id` is one event.
@@ -6,22 +6,24 @@ sent once the click is durable; views count it later. A click that is sent twice
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
 from whorl.log import Log
 from whorl.log.event import new_id
-from whorl.log.port import LogUnavailableError, RecordTooLargeError
+from whorl.log.port import RecordTooLargeError
 from whorl.loop.actor_keys import ActorKeys
 from whorl.loop.events import FEEDBACK, FeedbackGiven, FeedbackKind
 from whorl.loop.feedback_token import TOKEN_SECONDS, FeedbackClaim, FeedbackTokenError
+from whorl.loop.page_state import PageState
 from whorl.serve import errors
 from whorl.serve.api.protocol import StrictModel
 from whorl.serve.api.strict_route import ErrorHandlingRoute
@@ -61,8 +63,6 @@ async def give_feedback(events: CompletionLog, body: FeedbackRequest) -> Respons
         await events.append(FEEDBACK, given.event(click, when))
     except RecordTooLargeError as error:
         raise ApiError(413, error.what, param="text") from error
-    except LogUnavailableError as error:
-        raise ApiError(503, "the event log is away", code="log_unavailable", retry_after=1) from error
     return OrjsonResponse({"id": click}, 202)
 
 
@@ -122,12 +122,34 @@ def _claim(
 def add_feedback_routes(
     app: FastAPI, events: CompletionLog, charge: Callable[[HttpRequest], Any] = lambda http: None
 ) -> None:
-    """Add the routes. charge: raises ApiError if a request is over the limits of its key."""
+    """Add the route of clicks. charge: raises ApiError if a request is over the limits of its key."""
 
     @app.post("/v1/feedback", status_code=202, tags=["feedback"])
     async def feedback(body: FeedbackRequest, request: HttpRequest) -> Response:
         charge(request)
         return await give_feedback(events, body)
+
+
+def add_loop_routes(app: FastAPI, pages: PageState, actor_of: Callable[[HttpRequest], str]) -> None:
+    """Add the routes of the pages /feed and /loop. They show text of users: to this machine, or to holders of a key."""
+
+    @app.get("/v1/feed", tags=["feedback"])
+    async def feed(
+        request: HttpRequest, before: float | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    ) -> Response:
+        found = await asyncio.to_thread(pages.feed, actor_of(request), before, limit)
+        return OrjsonResponse({"answers": found})
+
+    @app.get("/v1/feedback/counts", tags=["feedback"])
+    async def counts(request: HttpRequest, answers: Annotated[str, Query(max_length=8192)]) -> Response:
+        names = answers.split(",")
+        found = await asyncio.to_thread(pages.counts.get, names)
+        mine = await asyncio.to_thread(pages.counts.mine, actor_of(request), names)
+        return OrjsonResponse({name: found[name] | {"mine": mine[name]} for name in names})
+
+    @app.get("/v1/loop/state", tags=["feedback"])
+    async def loop_state() -> Response:
+        return OrjsonResponse(await asyncio.to_thread(pages.loop))
 
 
 def feedback_app(log: Log, keys: ActorKeys, secret: bytes) -> FastAPI:

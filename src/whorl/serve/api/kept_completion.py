@@ -1,8 +1,5 @@
 """Completions that users let the server keep (OpenAI's `store`): the model, the actor, and the record in the log.
 
-The actor is the API key's name, with the request's user behind a slash if it names one; else the request's `user` or
-`safety_identifier`, else the header `x-whorl-actor` that the pages send, else "anonymous".
-
 `metadata` may have `pair` and `side` ("left" or "right"): two answers of one comparison share a pair.
 """
 
@@ -17,13 +14,10 @@ from fastapi import Request as HttpRequest
 from whorl.loop.events import CompletionMade, LoggedAnswer
 from whorl.serve.api.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 from whorl.serve.api.response_formatting import StreamDecoder
-from whorl.serve.app_state import AppState, client_id, key_limits
+from whorl.serve.app_state import ANONYMOUS, MAX_ACTOR, AppState, actor_of, client_id
 from whorl.serve.completion_log import CompletionLog
 from whorl.serve.errors import ApiError
 from whorl.serve.worker.model_entry import ServedModel
-
-MAX_ACTOR = 256  # characters
-ANONYMOUS = "anonymous"
 
 
 @dataclass
@@ -80,13 +74,3 @@ def choose_model(
     if not body.store or state.events is None:
         return served, None
     return served, KeptCompletion(state.events, served, served.weights.digest, actor, pair, side, arm)
-
-
-def actor_of(http: HttpRequest, user: str | None = None) -> str:
-    """Return who sent a request. Raises ApiError: the name is too long."""
-    limits, given = key_limits(http), user or http.headers.get("x-whorl-actor", "")
-    if len(given) > MAX_ACTOR:
-        raise ApiError(400, f"user: at most {MAX_ACTOR} characters", param="user")
-    if limits is not None:
-        return f"{limits.key.name}/{given}" if given else limits.key.name
-    return given or ANONYMOUS

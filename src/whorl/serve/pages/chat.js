@@ -7,7 +7,7 @@ import { ChatPane } from "./chat_pane.js";
 import { listModels } from "./client.js";
 import { CompletionPane } from "./completion.js";
 import { Announcer, Tooltip, createElement, find } from "./dom.js";
-import { Settings } from "./settings.js";
+import { Settings, readStorage, writeStorage } from "./settings.js";
 
 const RETRY_MS = 2000; // ms between attempts to reach the server
 
@@ -15,6 +15,7 @@ const settings = new Settings(find("#settings"));
 const select = find("#model");
 const radios = [...document.querySelectorAll("input[name=mode]")];
 const errorBox = find("#error");
+const keepSwitch = find("#keep");
 const opener = find("#open");
 let models = []; // [{id, chat}]
 
@@ -26,6 +27,23 @@ const page = {
   announcer: new Announcer(find("#announcements")),
   get model() {
     return select.value;
+  },
+  /** Whether the user lets the server keep this conversation. */
+  get keeps() {
+    return keepSwitch.checked && Boolean(current()?.log);
+  },
+  /** Share of the prompts that get two answers to choose from. */
+  get compare() {
+    return current()?.compare ?? 0;
+  },
+  /** The consent is for one conversation. */
+  forgetConsent() {
+    keepSwitch.checked = false;
+    writeStorage("sessionStorage", "whorl.keep", false);
+  },
+  notify(message) {
+    errorBox.replaceChildren(createElement("span", {}, message));
+    errorBox.hidden = false;
   },
   /** Returns whether a model is available; otherwise loads the models again. */
   ready() {
@@ -42,6 +60,8 @@ const page = {
   },
 };
 
+const current = () => models.find((model) => model.id === select.value);
+
 const panes = { chat: new ChatPane(find("#chat-pane"), page), complete: new CompletionPane(find("#completion-pane"), page) };
 const currentMode = () => radios.find((radio) => radio.checked).value;
 
@@ -50,7 +70,8 @@ function showPane(mode, focus = false) {
   find("#chat-pane").hidden = mode !== "chat";
   find("#completion-pane").hidden = mode !== "complete";
   find(".keys .ctrl").hidden = mode === "chat"; // there Enter alone sends
-  const untaught = models.find((model) => model.id === select.value)?.chat === false;
+  const untaught = current()?.chat === false;
+  for (const node of document.querySelectorAll(".logged")) node.hidden = !current()?.log;
   find("#untaught").hidden = !untaught;
   find("#untaught").textContent = mode === "chat"
     ? "This model was not trained to chat. It continues the conversation as a text, and its answers will make little sense."
@@ -61,9 +82,8 @@ function showPane(mode, focus = false) {
 
 /** Shows the stored mode of the selected model, or its default mode. */
 function selectModel(focus) {
-  const model = models.find((each) => each.id === select.value);
   const chosen = settings.read("modes")?.[select.value];
-  showPane(chosen ?? (model?.chat === false ? "complete" : "chat"), focus);
+  showPane(chosen ?? (current()?.chat === false ? "complete" : "chat"), focus);
 }
 
 let retryTimer = 0;
@@ -104,6 +124,8 @@ for (const radio of radios) {
     showPane(currentMode());
   });
 }
+keepSwitch.checked = readStorage("sessionStorage", "whorl.keep") ?? false;
+keepSwitch.addEventListener("change", () => writeStorage("sessionStorage", "whorl.keep", keepSwitch.checked));
 opener.addEventListener("click", () => settings.toggle(opener));
 settings.addEventListener("key", () => models.length || load());
 find("#fresh").addEventListener("click", () => panes[currentMode()].clear());

@@ -5,7 +5,9 @@
 
 import { copyText, formatCode } from "./code_blocks.js";
 import { createElement, find } from "./dom.js";
+import { ClickQueue, actor, thumbs } from "./feedback.js";
 import { Generation } from "./generation.js";
+import { PairVote } from "./pair_vote.js";
 import { readStorage, writeStorage } from "./settings.js";
 import { appendPieces, attachTokenTips } from "./tokenview.js";
 import { MessageTree } from "./tree.js";
@@ -26,6 +28,10 @@ export class ChatPane {
     this.tree = MessageTree.unpack(readStorage("sessionStorage", STORAGE_KEY));
     this.elements = new Map(); // node -> its <li>
     this.running = null; // {node, generation, done}
+    this.queue = new ClickQueue();
+    this.queue.addEventListener("refused", ({ detail }) => {
+      if (["edit", "better", "tie"].includes(detail.click.kind)) page.notify(`Not counted. ${detail.message}`);
+    });
     attachTokenTips(this.list, page.tooltip);
     this.composer.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -59,6 +65,7 @@ export class ChatPane {
   async clear() {
     await this.#stopRunning();
     this.tree = new MessageTree();
+    this.page.forgetConsent();
     this.elements.clear();
     this.#render();
     this.input.focus();
@@ -94,6 +101,8 @@ export class ChatPane {
     const parent = makeParent();
     const messages = this.tree.messages(parent);
     if (page.settings.system.trim()) messages.unshift({ role: "system", content: page.settings.system });
+    if (page.keeps) Object.assign(body, { store: true, user: actor() });
+    if (page.keeps && Math.random() < page.compare) return this.#compare(parent, { model: page.model, messages, ...body });
     const node = this.tree.add(parent, "assistant", "");
     node.model = page.model;
     this.#render();
@@ -114,6 +123,7 @@ export class ChatPane {
       element.classList.remove("writing");
       formatCode(text);
       node.error = generation.error;
+      if (generation.feedback) node.feedback = { token: generation.feedback.token, kind: "none" };
       page.announcer.end(node.error ? "" : generation.finish === "stopped" ? "Stopped." : "Response complete.");
       page.busy(false);
       this.#render();
@@ -122,6 +132,45 @@ export class ChatPane {
       if (!this.#focused() && !matchMedia("(pointer: coarse)").matches) this.input.focus({ preventScroll: true });
     });
     this.running = { node, generation, done };
+    page.busy(true);
+    this.#updateButtons();
+    return true;
+  }
+
+  /** Generates two answers side by side; the tree gets both, and after the vote the chosen one is shown. */
+  #compare(parent, body) {
+    const { page } = this;
+    const pair = new PairVote(body, page.settings.key, page.settings.stopRepeats, (append) => {
+      const follow = this.#atEnd();
+      append();
+      if (follow) this.#scrollToEnd();
+    });
+    this.#render();
+    this.empty.hidden = true;
+    this.list.append(pair.element);
+    this.#scrollToEnd();
+    const done = pair.done.then(() => {
+      this.running = null;
+      const nodes = pair.generations.map((each) => Object.assign(this.tree.add(parent, "assistant", each.tokenText.text), {
+        model: page.model, error: each.error, feedback: each.feedback && { token: each.feedback.token, kind: "none" },
+      }));
+      const choose = (chosen) => {
+        this.elements.delete(nodes[0]);
+        parent.activeChild = parent.children.indexOf(nodes[chosen]);
+        this.#render();
+      };
+      choose(0);
+      if (pair.complete) {
+        this.elements.set(nodes[0], pair.element);
+        this.#render();
+        pair.vote(this.queue).then(choose);
+      }
+      page.announcer.end(pair.complete ? "Both responses are complete." : "");
+      page.busy(false);
+      this.#updateButtons();
+      if (pair.complete) this.#scrollToEnd();
+    });
+    this.running = { node: null, generation: pair, done };
     page.busy(true);
     this.#updateButtons();
     return true;
@@ -152,6 +201,10 @@ export class ChatPane {
     const same = elements.length === this.list.children.length && elements.every((element, i) => element === this.list.children[i]);
     if (!same) this.list.replaceChildren(...elements);
     if (activeElement?.isConnected) activeElement.focus({ preventScroll: true }); // moved elements lose the focus
+    this.#save();
+  }
+
+  #save() {
     writeStorage("sessionStorage", STORAGE_KEY, this.tree.pack());
   }
 
@@ -170,11 +223,15 @@ export class ChatPane {
         createElement("button", { class: "quiet edit", type: "button", onclick: () => this.#edit(node) }, "Edit"),
         user ? "" : createElement("button", { class: "quiet regenerate", type: "button", onclick: () => this.#regenerate(node) }, "Regenerate"),
         createElement("button", { class: "quiet copy", type: "button", onclick: (event) => copyText(node.text, event.target) }, "Copy"),
+        user ? "" : createElement("span", { class: "feedback" }),
         user ? "" : createElement("span", { class: "stats note" })));
   }
 
   #update(node) {
     const element = this.elements.get(node);
+    if (element.classList.contains("pair")) return; // until the vote
+    const feedback = find(".feedback", element);
+    if (node.feedback && !feedback.childNodes.length) feedback.append(thumbs(this.queue, node.feedback, () => this.#save()));
     const error = find(".error", element);
     error.hidden = !node.error;
     if (node.error && !error.childNodes.length) {
@@ -234,6 +291,7 @@ export class ChatPane {
         if (user && !this.#generate(rewrite)) return;
         close();
         if (user) return;
+        if (node.feedback && area.value !== node.text) this.queue.add({ token: node.feedback.token, kind: "edit", text: area.value });
         const edited = rewrite();
         edited.model = node.model;
         this.#render();
@@ -246,7 +304,7 @@ export class ChatPane {
         find(".edit", element).focus();
       },
     }, area, createElement("div", { class: "tools" },
-      createElement("button", { class: "main", type: "submit" }, user ? "Send" : "Save"),
+      createElement("button", { class: "main", type: "submit" }, user ? "Send" : node.feedback ? "Save and send" : "Save"),
       createElement("button", { type: "button", onclick: () => { close(); find(".edit", element).focus(); } }, "Cancel")));
     text.hidden = tools.hidden = true;
     text.after(editor);

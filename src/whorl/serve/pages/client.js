@@ -2,7 +2,8 @@
 //
 // The API has OpenAI's format, so these pages also work with other servers of that format. Chat and completion streams have
 // different formats; both are converted to chunks
-//     {text, tokens: [{bytes, logprob, alternatives: [{bytes, logprob}]}], finish, usage}
+//     {text, tokens: [{bytes, logprob, alternatives: [{bytes, logprob}]}], finish, usage, feedback}
+// feedback: {token, expires} of a completion that the server keeps.
 // URLs are relative to the page, so the server may run under a path of a larger site. A generation is cancelled by closing
 // its connection (AbortController).
 
@@ -27,7 +28,7 @@ async function toServerError(response, key) {
   }
   const { status } = response;
   const detail = message ? ` Message: ${message}` : "";
-  if (status === 401 || status === 403) {
+  if (status === 401 || (status === 403 && !param)) {
     return new ServerError("key", key ? `The server rejected this API key.${detail}` : "The server requires an API key. Enter it under Settings.");
   }
   if (status === 429 || status === 503) {
@@ -40,9 +41,10 @@ async function toServerError(response, key) {
 }
 
 /** fetch with the API key. Throws ServerError, or AbortError unchanged. */
-async function request(path, { key = "", body, signal } = {}) {
+async function request(path, { key = "", actor = "", body, signal } = {}) {
   const headers = { accept: "application/json, text/event-stream" };
   if (key) headers.authorization = `Bearer ${key}`;
+  if (actor) headers["x-whorl-actor"] = actor;
   if (body !== undefined) headers["content-type"] = "application/json";
   let response;
   try {
@@ -70,14 +72,15 @@ export async function get(path, options) {
 export const post = (path, body, options = {}) => get(path, { ...options, body });
 
 /**
- * The generation models as [{id, chat}]. chat: whether the model has a chat template. A Whorl server reports it (whorl.chat,
+ * The generation models as [{id, chat, log, compare}]. log: whether the server keeps completions of users who consent; compare:
+ * share of prompts with two answers. chat: whether the model has a chat template. A Whorl server reports it (whorl.chat,
  * or the template "transcript" for a model without one); for other servers it is assumed.
  */
 export async function listModels(options) {
   const { data } = await get("v1/models", options);
   return (Array.isArray(data) ? data : [])
     .filter((model) => !Array.isArray(model.capabilities) || model.capabilities.includes("completion"))
-    .map((model) => ({ id: String(model.id), chat: model.whorl?.chat ?? model.chat !== "transcript" }));
+    .map((model) => ({ id: String(model.id), chat: model.whorl?.chat ?? model.chat !== "transcript", log: model.whorl?.log ?? false, compare: model.whorl?.compare ?? 0 }));
 }
 
 /**
@@ -147,6 +150,7 @@ export async function* stream(kind, body, options) {
         tokens: tokensOf(choice.logprobs),
         finish: choice.finish_reason ?? null,
         usage: chunk.usage ?? null,
+        feedback: chunk.feedback ?? null,
       };
     }
   } catch (error) {

@@ -31,6 +31,7 @@ export class Generation {
     this.firstTokenAt = this.lastTokenAt = null; // ms
     this.chunks = 0;
     this.usage = null;
+    this.feedback = null; // {token, expires} of a completion that the server keeps
     this.finish = null;
     this.error = null;
     this.frame = 0;
@@ -48,6 +49,7 @@ export class Generation {
         this.tokenText.add(chunk.text, chunk.tokens);
         this.finish = chunk.finish ?? this.finish;
         this.usage = chunk.usage ?? this.usage;
+        this.feedback = chunk.feedback ?? this.feedback;
         this.frame ||= requestAnimationFrame(() => this.#draw());
         if (this.stopRepeats && repeats(this.tokenText.text)) {
           this.finish = "repeats";

@@ -67,7 +67,7 @@ class ModelLocation:
             self.folder, self.kind, self.address = artifact.path, artifact.kind, artifact.address
             names = [artifact.name, artifact.name.rpartition("/")[2], ref]
             if ref.startswith(SERVED):  # the artifact behind it changes
-                names.insert(0, ref)
+                names = [ref.removeprefix(SERVED), ref]
         self.names = list(dict.fromkeys(([name] if name else []) + names))
 
     def adapter(self, text: str) -> AdapterLocation:

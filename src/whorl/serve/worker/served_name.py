@@ -27,25 +27,25 @@ POLL_SECONDS = 1.0
 
 
 async def follow_name(
-    worker: EngineWorker, served: ServedModel, ref: str, store: str | None, machine: Machine
+    worker: EngineWorker, served: ServedModel, store: Store, ref: str, seen: str | None, machine: Machine
 ) -> None:
     """Serve what a name of the store names, from about a second after it moves. Runs until it is cancelled.
 
     A model that this server cannot take over is logged once, and the old one stays.
+
+    Args:
+        seen: address that the name had; None: that of now.
     """
-    seen = served.weights.digest
     while True:
         await asyncio.sleep(POLL_SECONDS)
         try:
-            now = (await asyncio.to_thread(Store(store).names)).get(ref, seen)
-            if now != seen:
-                seen = now
-                await take_over(worker, served, ModelLocation(now, store), machine)
+            now = (await asyncio.to_thread(store.names)).get(ref, seen or "")
+            before, seen = seen, now
+            if before is not None and now != before:
+                await take_over(worker, served, ModelLocation(now, store.location), machine)
                 LOG.warning("%s is now %s", served.name, now[:12])
         except (WhorlError, OSError, RuntimeError) as error:
-            LOG.error(
-                "%s moved to %s, and this server keeps its model: %s; restart it", ref, seen[:12], error
-            )
+            LOG.error("%s moved to %.12s, and this server keeps its model: %s; restart it", ref, seen, error)
 
 
 async def take_over(

@@ -1,0 +1,86 @@
+"""What the pages /feed and /loop show, as JSON: kept answers, and how the loop stands."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from whorl.log import Log
+from whorl.loop.actor_keys import ActorKeys
+from whorl.loop.counter.answers import clicks_per_day, newest_answers, votes_per_rater
+from whorl.loop.counter.counts import Counts
+from whorl.loop.counter.views import VIEWS
+from whorl.loop.events import COMPLETIONS, TOPICS, CompletionMade
+from whorl.loop.feedback_token import issue_token
+from whorl.loop.streams.runner import lag_of
+from whorl.loop.streams.store import default_views
+from whorl.store import Store
+from whorl.tracking.inequality import gini, lorenz_curve
+
+CURVE_POINTS = 101
+
+
+class PageState:
+    """Reads the log and the views of a store. Its methods may be called from any thread."""
+
+    def __init__(self, store: Store, log: Log, keys: ActorKeys, secret: bytes) -> None:
+        self.store, self.log, self.keys, self.secret = store, log, keys, secret
+        self.counts = Counts.open(default_views(store.root))
+        self._gate: tuple[Any, dict[str, Any]] = (None, {})
+
+    def feed(self, actor: str, before: float | None, limit: int) -> list[dict[str, Any]]:
+        """Return the newest kept answers with their counts, the actor's own click, and a token for feedback by the actor."""
+        rows = newest_answers(self.counts, limit, before)
+        mine = self.counts.mine(actor, [f"{row['id']}/0" for row in rows])
+        found = []
+        for row in rows:
+            records = self.log.fetch(COMPLETIONS, row["partition"], row["offset"], 1)
+            data = self.keys.open(records[0].event()) if records else None
+            if data is None:  # erased, or removed by retention
+                continue
+            made = CompletionMade.from_data(data)
+            found.append({
+                "id": made.id, "time": row["time"], "model": made.model, "prompt": _last_prompt(made.prompt),
+                "text": made.choices[0].text, "likes": row["likes"], "dislikes": row["dislikes"],
+                "mine": mine[f"{made.id}/0"], "token": issue_token(self.secret, made.id, len(made.choices), actor),
+            })  # fmt: skip
+        return found
+
+    def loop(self) -> dict[str, Any]:
+        """Return records and lags, clicks by day, votes per rater, the blind tests, and the newest comparison."""
+        votes = np.array(sorted(votes_per_rater(self.counts.store).values()), dtype=np.float64)
+        members, shares = lorenz_curve(votes.tolist()) if votes.sum() else ([0.0, 1.0], [0.0, 1.0])
+        at = np.linspace(0, 1, CURVE_POINTS)
+        bounds = {topic: self.log.bounds(topic) for topic in TOPICS}
+        if self._gate[0] != bounds:
+            self._gate = bounds, import_module("whorl.loop.gate").gate_state(self.log)
+        return {
+            "survives": self.log.guarantees.survives,
+            "topics": {topic: sum(b.next - b.first for b in found) for topic, found in bounds.items()},
+            "lags": {view.name: lag_of(view, self.log, self.counts.store) for view in VIEWS},
+            "days": clicks_per_day(self.counts.store),
+            "raters": {
+                "n": len(votes), "votes": int(votes.sum()), "gini": float(gini(votes)) if len(votes) else 0.0,
+                "lorenz": np.interp(at, members, shares).round(4).tolist(),
+            },
+            "gate": self._gate[1], "names": {a: name for name, a in self.store.names().items()},
+            "comparison": self._comparison(),
+        }  # fmt: skip
+
+    def _comparison(self) -> dict[str, Any] | None:
+        for artifact in reversed(self.store.artifacts()):
+            if artifact.kind == "comparison":
+                found: dict[str, Any] = json.loads(Path(artifact.file("comparison.json")).read_text())
+                return found | {"name": artifact.name}
+        return None
+
+    def close(self) -> None:
+        self.counts.close()
+
+
+def _last_prompt(prompt: str | list[dict[str, Any]]) -> str:
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
