@@ -34,7 +34,7 @@ class ActorKeys:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
-        self._lock, self._cache = threading.Lock(), dict[str, AESGCM]()
+        self._lock, self._cache, self._version = threading.Lock(), dict[str, AESGCM](), -1
         self._database = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
         self._database.execute("PRAGMA synchronous=FULL")
         self._database.execute("PRAGMA secure_delete=ON")
@@ -92,6 +92,10 @@ class ActorKeys:
 
     def _cipher(self, actor: str, make: bool = False) -> AESGCM | None:
         with self._lock:
+            version = self._database.execute("PRAGMA data_version").fetchone()[0]
+            if version != self._version:  # another process changed the file: it may have erased an actor
+                self._version = version
+                self._cache.clear()
             if (found := self._cache.get(actor)) is not None:
                 return found
             if make:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from whorl.loop.counter.counts import Counts
 from whorl.loop.counter.views import VIEWS
 from whorl.loop.events import COMPLETIONS, TOPICS, CompletionMade
 from whorl.loop.feedback_token import issue_token
+from whorl.loop.gate import gate_state
 from whorl.loop.streams.runner import lag_of
 from whorl.loop.streams.store import default_views
 from whorl.store import Store
@@ -57,7 +57,7 @@ class PageState:
         at = np.linspace(0, 1, CURVE_POINTS)
         bounds = {topic: self.log.bounds(topic) for topic in TOPICS}
         if self._gate[0] != bounds:
-            self._gate = bounds, import_module("whorl.loop.gate").gate_state(self.log)
+            self._gate = bounds, gate_state(self.log)
         return {
             "survives": self.log.guarantees.survives,
             "topics": {topic: sum(b.next - b.first for b in found) for topic, found in bounds.items()},

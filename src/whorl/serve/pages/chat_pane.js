@@ -229,7 +229,7 @@ export class ChatPane {
 
   #update(node) {
     const element = this.elements.get(node);
-    if (element.classList.contains("pair")) return; // until the vote
+    if (element.classList.contains("compared")) return; // until the vote
     const feedback = find(".feedback", element);
     if (node.feedback && !feedback.childNodes.length) feedback.append(thumbs(this.queue, node.feedback, () => this.#save()));
     const error = find(".error", element);

@@ -28,6 +28,14 @@ export const storedKey = () => readStorage("sessionStorage", "whorl.key") ?? "";
 /** GET with the actor and the key of this browser. */
 export const read = (path) => get(path, { key: storedKey(), actor: actor() });
 
+function storedNames() {
+  try {
+    return Object.keys(localStorage).filter((name) => name.startsWith(PREFIX));
+  } catch {
+    return []; // forbidden
+  }
+}
+
 /** Sends clicks in their order; announces the end of each with an event "taken" or "refused" ({click, message}). */
 export class ClickQueue extends EventTarget {
   constructor() {
@@ -36,7 +44,7 @@ export class ClickQueue extends EventTarget {
     this.attempts = 0;
     this.sending = false;
     this.timer = 0;
-    for (const name of Object.keys(window.localStorage ?? {}).filter((each) => each.startsWith(PREFIX))) {
+    for (const name of storedNames()) {
       const click = readStorage("localStorage", name);
       if (click?.id) this.clicks.set(click.id, click);
     }

@@ -11,7 +11,7 @@ const SIDES = [["left", "A"], ["right", "B"]];
 export class PairVote {
   /** body: of the request. key: of the API. draw(append): calls `append`, which adds new text. */
   constructor(body, key, stopRepeats, draw) {
-    this.element = createElement("li", { class: "message model pair" },
+    this.element = createElement("li", { class: "message model compared" },
       createElement("h2", { class: "who" }, "Two answers; which is better?"),
       createElement("div", { class: "answers" }, ...SIDES.map(([side, name]) =>
         createElement("section", { class: `answer ${side}`, "aria-label": `Answer ${name}` }, createElement("h3", {}, name), createElement("div", { class: "text" })))),
