@@ -1,4 +1,4 @@
-"""What the pages /feed and /loop show, as JSON: kept answers, and how the loop stands."""
+"""Contents of the pages /feed and /loop, as JSON: kept answers, and the state of the loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whorl.log import Log
 from whorl.loop.actor_keys import ActorKeys
 from whorl.loop.counter.answers import clicks_per_day, newest_answers, votes_per_rater
 from whorl.loop.counter.counts import Counts
-from whorl.loop.counter.views import VIEWS
+from whorl.loop.counter import VIEWS
 from whorl.loop.events import COMPLETIONS, TOPICS, CompletionMade
 from whorl.loop.feedback_token import issue_token
 from whorl.loop.gate import gate_state

@@ -30,7 +30,7 @@ APPEND_SECONDS = 30.0  # that feedback waits
 
 
 class CompletionLog:
-    """The log, the keys of actors and the secret of tokens. pages: what the pages show; None without a store."""
+    """The log, the keys of actors and the secret of tokens. pages: contents of the pages; None without a store."""
 
     pages: PageState | None = None
 

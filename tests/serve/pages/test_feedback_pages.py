@@ -14,7 +14,7 @@ from tests.support.serve.live_server import Running, make_state, running
 
 from whorl.log import open_log
 from whorl.loop.actor_keys import ActorKeys
-from whorl.loop.counter.views import VIEWS
+from whorl.loop.counter import VIEWS
 from whorl.loop.events import COMPLETIONS, FEEDBACK
 from whorl.loop.streams.runner import run_views
 from whorl.loop.streams.store import default_views

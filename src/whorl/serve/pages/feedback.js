@@ -5,10 +5,11 @@
 // that came with them.
 
 import { get, post } from "./client.js";
-import { createElement } from "./dom.js";
+import { createElement, createSvg } from "./dom.js";
 import { readStorage, writeStorage } from "./settings.js";
 
 const PREFIX = "whorl.click.", ACTOR = "whorl.actor";
+const THUMB = "M1.5 7.2h2.7v6.8H1.5zM6 13.2V7.4l2.9-5.6c1.2.1 1.8 1 1.5 2.2l-.6 2.6h3.4c.9 0 1.5.8 1.3 1.7l-1.2 4.6c-.2.7-.7 1.1-1.4 1.1H7.2z";
 const RETRY_MS = [1000, 2000, 5000, 10000, 30000];
 const AWAY = new Set(["offline", "busy", "failed", "broken"]); // kinds of errors that a later attempt may not have
 
@@ -100,9 +101,10 @@ export class ClickQueue extends EventTarget {
 export function thumbs(queue, given, changed = () => {}) {
   let taken = given.kind ?? "none", newest = null;
   const note = createElement("span", { class: "note", role: "status" });
-  const button = (kind, text, label) =>
-    createElement("button", { class: `quiet thumb ${kind}`, type: "button", "aria-label": label, onclick: () => give(given.kind === kind ? "none" : kind) }, text);
-  const buttons = { like: button("like", "👍", "Good answer"), dislike: button("dislike", "👎", "Bad answer") };
+  const button = (kind, turn, label) =>
+    createElement("button", { class: `quiet thumb ${kind}`, type: "button", "aria-label": label, onclick: () => give(given.kind === kind ? "none" : kind) },
+      createSvg("svg", { viewBox: "0 0 16 16", width: 18, height: 18, "aria-hidden": true }, createSvg("path", { d: THUMB, transform: turn })));
+  const buttons = { like: button("like", null, "Good answer"), dislike: button("dislike", "rotate(180 8 8)", "Bad answer") };
   const show = (kind) => {
     const before = given.kind ?? "none";
     given.kind = kind;

@@ -53,7 +53,7 @@ function drawDays(days) {
 
 function drawRaters({ n, votes, gini, lorenz }) {
   const uneven = gini > 0.6 ? " A few raters gave most votes." : "";
-  find("#raters").textContent = n ? `${count(votes, "vote")} of ${count(n, "rater")}. Gini coefficient ${gini.toFixed(2)} (0: all vote alike, 1: one rater gave all votes).${uneven}` : "No votes yet.";
+  find("#raters").textContent = n ? `${count(votes, "vote")} of ${count(n, "rater")}. Gini coefficient ${gini.toFixed(2)} (0: equal numbers of votes, 1: one rater gave all).${uneven}` : "No votes yet.";
   const points = lorenz.map((share, i) => `${(100 * i) / (lorenz.length - 1)},${100 - 100 * share}`).join(" ");
   find("#lorenz").replaceChildren(createSvg("svg", { role: "img", "aria-label": `Lorenz curve of votes: share of votes against share of raters. Gini coefficient ${gini.toFixed(2)}.`, viewBox: "-1 -1 102 102", width: 240, height: 240 },
     createSvg("polyline", { class: "equal", points: "0,100 100,0" }), createSvg("polyline", { class: "curve", points })));
