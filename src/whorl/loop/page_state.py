@@ -10,9 +10,9 @@ import numpy as np
 
 from whorl.log import Log
 from whorl.loop.actor_keys import ActorKeys
+from whorl.loop.counter import VIEWS
 from whorl.loop.counter.answers import clicks_per_day, newest_answers, votes_per_rater
 from whorl.loop.counter.counts import Counts
-from whorl.loop.counter import VIEWS
 from whorl.loop.events import COMPLETIONS, TOPICS, CompletionMade
 from whorl.loop.feedback_token import issue_token
 from whorl.loop.gate import gate_state
