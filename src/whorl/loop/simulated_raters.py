@@ -85,9 +85,11 @@ class Simulation:
         rater = rng.randrange(config.raters)
         is_random, actor = rater < config.random * config.raters, f"simulated-{config.seed}-{rater}"
         prompt, texts, tokens = self.prompts[number % len(self.prompts)], list[str](), list[str]()
-        for _ in range(2):
+        for side in ("left", "right"):
             body = {"model": model, "prompt": prompt, "max_tokens": self.known.max_tokens, "temperature": 1.0,
                     "seed": rng.randrange(2**31), "store": True}  # fmt: skip
+            if not config.thumbs:
+                body["metadata"] = {"pair": f"{config.seed}-{number}", "side": side}
             found = (await self._send("POST", "/v1/completions", body, actor)).json()
             if "feedback" not in found:
                 raise ServerRefusedError(
@@ -105,18 +107,18 @@ class Simulation:
                     {"token": token, "kind": "like" if liked else "dislike"}, actor, liked == good
                 )
             return
-        side = compare_answers(scores, is_random, config, rng)
+        best = compare_answers(scores, is_random, config, rng)
         vote = {
-            "token": tokens[side % 2],
-            "kind": "tie" if side == 2 else "better",
-            "over": tokens[1 - side % 2],
+            "token": tokens[best % 2],
+            "kind": "tie" if best == 2 else "better",
+            "over": tokens[1 - best % 2],
         }
-        await self._vote(vote, actor, side == 2 or scores[side] > scores[1 - side])
+        await self._vote(vote, actor, best == 2 or scores[best] > scores[1 - best])
 
     async def _vote(self, body: dict[str, Any], actor: str, is_right: bool) -> None:
         """Send a vote; every attempt has the same id."""
         try:
-            await self._send("POST", "/v1/feedback", body | {"id": new_id()}, actor)
+            await self._send("POST", "/v1/feedback", body | {"id": new_id(), "via": "simulated"}, actor)
             self.counts.update({body["kind"]: 1, "as preferred": is_right})
         except ServerRefusedError:
             self.counts["refused"] += 1

@@ -37,13 +37,14 @@ from whorl.evals.suites.python_functions import stable_hash
 from whorl.store.address import file_sha256
 
 Item = Conversation | PromptCompletion | Preference | UnpairedPreference | VerifiableTask
+TEXTS = ("chosen", "rejected", "completion")  # written even if they are empty
 ItemT = TypeVar("ItemT", bound=Item)
 T = TypeVar("T")
 
 
 def write_dataset(folder: Path, name: str, split: str, items: Iterable[Item]) -> int:
     """Write items as JSON lines to `folder/name.split.jsonl` and return their number; no file for no items."""
-    given = ({k: v for k, v in asdict(item).items() if v not in ("", (), {})} for item in items)
+    given = ({k: v for k, v in asdict(item).items() if v not in ("", (), {}) or k in TEXTS} for item in items)
     lines = [json.dumps(record) + "\n" for record in given]
     if lines:
         (folder / f"{name}.{split}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -128,6 +128,7 @@ class GenerationRequest(StrictModel):
     ignore_eos: bool | None = None
     user: str | None = None
     store: bool | None = Field(default=None, description="let the server log the completion; needs --log")
+    metadata: dict[str, str] | None = Field(default=None, description="pair and side of a comparison")
 
     @model_validator(mode="after")
     def _check_fields(self) -> GenerationRequest:
@@ -261,7 +262,6 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
     modalities: FastList[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from whorl.tokens.token_encoder import TokenEncoder
 
 ROLES = ("champion", "challenger")
-MAX_ANSWER = 512  # ids
+MAX_ANSWER, ROOM = 512, 32  # ids of an answer, and of the end of a prompt that is generated again
 Networks = dict[str, Any]  # role -> PolicyModel
 
 
@@ -81,45 +81,59 @@ def compare(ctx: StepContext, config: CompareConfig) -> None:
         "measures": {name: {"value": 0.5 + m.difference, "low": 0.5 + m.low, "high": 0.5 + m.high, "n": m.n}
                      for name, m in found.items()},
         "bits_per_byte": {role: None if each is None else each.bits_per_byte for role, each in likelihood.items()},
-        "characters": {role: sum(len(a[role]) for a in answers) / len(answers) if answers else None for role in ROLES},
+        "characters": {role: _mean([len(a[role]) for a in answers]) for role in ROLES},
+        "good answers": {role: _mean([a["good"][role] for a in answers if "good" in a]) for role in ROLES},
     }  # fmt: skip
     (ctx.out / "comparison.json").write_text(json.dumps(result, indent=1))
     (ctx.out / "answers.jsonl").write_text("".join(json.dumps(one) + "\n" for one in answers))
     _report(ctx, result)
 
 
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
 def _answers(
     encoder: TokenEncoder, networks: Networks, rows: Sequence[Any], config: CompareConfig
-) -> list[dict[str, str]]:
-    """Return the prompt and the answer of each model to distinct held-out prompts; seeds are common."""
-    from whorl.evals.model.sampling import open_engine, policy_sampling, sample_completions
+) -> list[dict[str, Any]]:
+    """Return the answers of both models to distinct held-out prompts, as a server gives them; seeds are common."""
+    from whorl.evals.model.sampling import open_engine, policy_sampling
 
     limit = min(MAX_ANSWER, max((len(c["ids"]) for row in rows for c in row["choices"]), default=1))
-    most = min(network.model.declared_length for network in networks.values()) - limit
+    most = min(network.model.declared_length for network in networks.values()) - limit - ROOM
     prompts = {tuple(row["prompt_ids"]): row["prompt"] for row in rows if len(row["prompt_ids"]) <= most}
     chosen = [*prompts][: config.max_prompts]
     if not chosen:
         return []
-    found = [{"prompt": p if isinstance(p := prompts[ids], str) else json.dumps(p)} for ids in chosen]
+    texts = [p if isinstance(p := prompts[ids], str) else "" for ids in chosen]
+    healed = [encoder.heal(text) if text else None for text in texts]
+    sampling = [
+        policy_sampling(config.temperature).model_copy(update={"seed": config.seed + n})
+        for n in range(len(chosen))
+    ]
+    found = [{"prompt": text or json.dumps(prompts[ids])} for ids, text in zip(chosen, texts, strict=True)]
     for role, network in networks.items():
-        sizes = 64, max(map(len, chosen)) + limit
-        sampled = sample_completions(
-            open_engine(network.eval_copy(), sizes, encoder, with_text=False), chosen,
-            policy_sampling(config.temperature), max_tokens=limit, stop_ids=encoder.stop_ids, seed=config.seed,
+        engine = open_engine(network.eval_copy(), (64, max(map(len, chosen)) + limit + ROOM), encoder)
+        done = engine.generate(
+            [one.ids if one else ids for one, ids in zip(healed, chosen, strict=True)], sampling, max_tokens=limit,
+            stop_ids=encoder.stop_ids, forced_prefixes=[one.forced_prefix if one else b"" for one in healed],
         )  # fmt: skip
-        for item, one in zip(found, sampled, strict=True):
-            item[role] = encoder.decode(one.ids)
+        for item, one in zip(found, done, strict=True):
+            item[role] = one.text.decode("utf-8", "replace")
     return found
 
 
-def _win_rate(preference: str, answers: Sequence[dict[str, str]]) -> dict[str, PairedDifference]:
-    """Return the win rate of the challenger, less a half."""
+def _win_rate(preference: str, answers: Sequence[dict[str, Any]]) -> dict[str, PairedDifference]:
+    """Return the win rate of the challenger, less a half; adds whether each answer is good."""
     from whorl.loop.known_preferences import known_preference
 
     if not preference or not answers:
         return {}
-    score, prompts = known_preference(preference).scores, [answer["prompt"] for answer in answers]
-    return {"win rate": _share(*(score(prompts, [answer[role] for answer in answers]) for role in ROLES))}
+    known, prompts = known_preference(preference), [answer["prompt"] for answer in answers]
+    scores = {role: known.scores(prompts, [answer[role] for answer in answers]) for role in ROLES}
+    for n, answer in enumerate(answers):
+        answer["good"] = {role: scores[role][n] >= known.good for role in ROLES}
+    return {"win rate": _share(scores["champion"], scores["challenger"])}
 
 
 def _share(old: Any, new: Any, clusters: Any = None) -> PairedDifference:
@@ -176,7 +190,11 @@ def _report(ctx: StepContext, result: dict[str, Any]) -> None:
         [name, "50.0%", f"{m['value']:.1%}", f"{m['low']:.1%} to {m['high']:.1%}", str(m["n"])]
         for name, m in result["measures"].items()
     ]
-    for label, key in (("bits per byte, held-out text", "bits_per_byte"), ("characters", "characters")):
+    for label, key in (
+        ("share of good answers", "good answers"),
+        ("bits per byte, held-out text", "bits_per_byte"),
+        ("characters", "characters"),
+    ):
         old, new = (result[key][role] for role in ROLES)
         if old is not None and new is not None:
             table.append([label, f"{old:.3f}", f"{new:.3f}", "-", "-"])

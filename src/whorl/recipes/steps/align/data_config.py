@@ -91,8 +91,8 @@ class PreferencesConfig(SetConfig):
     source: Literal["python", "files", "feedback"] = "python"
     shape: Literal["preferences", "unpaired"] = Field(
         default="preferences",
-        description="files, feedback: pairs of completions, or single ones with a label (for KTO); feedback that has fewer "
-        "answers in pairs than single ones is unpaired anyway",
+        description="files, feedback: pairs of completions, or single ones with a label (for KTO); feedback with few "
+        "pairs is unpaired anyway",
     )
     min_confidence: float = Field(
         default=0.6,

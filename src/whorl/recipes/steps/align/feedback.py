@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from whorl.loop.feedback_pairs import FeedbackExamples
 
+MIN_PAIRS = 64  # with fewer, single answers are used if these are more
 SHAPES = {"preferences": "pairs", "unpaired": "single answers with a label"}
 
 
@@ -46,7 +47,8 @@ def feedback_preferences(ctx: StepContext, config: PreferencesConfig) -> tuple[s
         read_rows(folder / "completions.jsonl"), read_rows(folder / "feedback.jsonl"), config.min_confidence
     )
     n_pairs = sum(map(len, found.pairs.values()))
-    shape = config.shape if 2 * n_pairs >= found.singles else "unpaired"
+    few = n_pairs < MIN_PAIRS and found.singles > 2 * n_pairs
+    shape = "unpaired" if few else config.shape
     kind: Any = Preference if shape == "preferences" else UnpairedPreference
     records = found.pairs if shape == "preferences" else found.labels
     made = {split: [kind(**record) for record in own] for split, own in records.items()}
