@@ -74,7 +74,7 @@ def test_guards_name_what_got_worse():
     assert failed_guards(fine) == []
     worse = {
         "bits_per_byte": {"champion": 2.0, "challenger": 2.2},
-        "characters": {"champion": 50.0, "challenger": 90.0},
+        "characters": {"champion": 50.0, "challenger": 80.0},
     }
     assert [text.split(" ")[0] for text in failed_guards(json.loads(json.dumps(worse)))] == [
         "bits",

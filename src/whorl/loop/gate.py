@@ -30,10 +30,8 @@ from whorl.loop.events import COMPLETIONS, FEEDBACK, SCHEMAS
 
 ALPHA = 0.05
 GRID = (np.arange(64) + 0.5) / 128 + 0.5  # of the win rate under the alternative
-MAX_RISE, MAX_LENGTH = (
-    0.02,
-    1.5,
-)  # guards: of bits per byte, and of the mean length of an answer in either direction
+MAX_RISE = 0.02  # guard: of bits per byte
+LENGTHS = (1 / 3, 1.5)  # guard: mean length of an answer, relative to the champion's
 Decision = Literal["promote", "wait", "reject"]
 
 
@@ -143,8 +141,7 @@ def failed_guards(comparison: Mapping[str, Any]) -> list[str]:
         )
     if None not in length.values() and min(length.values()) > 0:
         ratio = length["challenger"] / length["champion"]
-        if not 1 / MAX_LENGTH <= ratio <= MAX_LENGTH:
-            found.append(
-                f"answers are {ratio:.2f} times as long, allowed are {1 / MAX_LENGTH:.2f} to {MAX_LENGTH:g}"
-            )
+        if not LENGTHS[0] <= ratio <= LENGTHS[1]:
+            bounds = f"{LENGTHS[0]:.2f} to {LENGTHS[1]:g}"
+            found.append(f"answers are {ratio:.2f} times as long, allowed are {bounds}")
     return found

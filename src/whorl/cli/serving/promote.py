@@ -44,7 +44,7 @@ def promote(
     if rollback == bool(model):
         raise ConfigError("give a model, or --rollback", expected="one of them")
     with open_log(log or default_log(opened.root)) as events:
-        name = name or str(latest_completion(events).get("model", "")).removeprefix("served/")
+        name = name or str(latest_completion(events).get("model", ""))
         tests = [] if rollback else gate_state(events)["tests"]
     if not name:
         raise ConfigError("the log has no completion, so the name is unknown", do="give --name NAME")
