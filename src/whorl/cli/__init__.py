@@ -53,6 +53,7 @@ VERBS = {
     "bench-serve": "serving",
     "simulate-raters": "serving",
     "promote": "serving",
+    "forget": "serving",
     "quantize": "models",
     "eval": "models",
 }  # verb -> the folder of its module

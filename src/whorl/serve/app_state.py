@@ -303,11 +303,11 @@ def actor_of(http: HttpRequest, user: str | None = None) -> str:
     Without keys the user alone: `user` or `safety_identifier` of the body, else the header `x-whorl-actor` of the pages.
 
     Raises:
-        ApiError: the name is too long.
+        ApiError: the name is too long, or has line breaks.
     """
     limits, given = key_limits(http), user or http.headers.get("x-whorl-actor", "")
-    if len(given) > MAX_ACTOR:
-        raise ApiError(400, f"user: at most {MAX_ACTOR} characters", param="user")
+    if len(given) > MAX_ACTOR or not given.isprintable():
+        raise ApiError(400, f"user: at most {MAX_ACTOR} printable characters", param="user")
     if limits is not None:
         return f"{limits.key.name}/{given}" if given else limits.key.name
     return given or ANONYMOUS
