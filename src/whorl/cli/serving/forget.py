@@ -45,8 +45,11 @@ def forget(
     if not found:
         print("no artifact of this store was made of the actor's events")
         return
-    names = {address: name for name, address in sorted(opened.names().items(), reverse=True)}
-    rows = [(names.get(one.address, one.name), one.kind, one.address[:12]) for one in found]
+    names = opened.names()
+    rows = [
+        (", ".join(name for name in names if names[name] == one.address), one.kind, one.address[:12])
+        for one in found
+    ]
     print_table(("made of these events", "kind", "address"), rows, left=("kind", "address"))
     print(
         "Frozen events have the text, and models may repeat it. Run their recipe again: the step `events` leaves\n"
@@ -56,7 +59,7 @@ def forget(
 
 def descendants_of_events(store: Store, actor: str) -> list[Artifact]:
     """Return the frozen events with events of an actor, and all that was made of them, oldest first."""
-    found = dict[str, Artifact]()
+    found: dict[str, Artifact] = {}
     for artifact in store.artifacts():  # oldest first: parents before children
         frozen = artifact.kind == "events" and "actors.txt" in artifact.files
         own = frozen and actor in artifact.file("actors.txt").read_text(encoding="utf-8").split("\n")
