@@ -6,15 +6,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import apsw
 import pytest
 from fastapi.testclient import TestClient
 from tests.support.serve.live_server import Running, make_state, running
 
 from whorl.log import open_log
+from whorl.log.port import LogUnavailableError
 from whorl.loop.actor_keys import ActorKeys
 from whorl.loop.events import COMPLETIONS, FEEDBACK, CompletionMade
 from whorl.loop.feedback_token import issue_token
@@ -192,18 +193,19 @@ def test_bad_clicks_are_refused_with_their_field(logged: Running) -> None:
 def test_a_log_that_is_away_costs_no_answer(logged: Running) -> None:
     events = logged.api.events
     assert events is not None
-    token, log = issue_token(events.secret, "chatcmpl-1", 1, "ada"), events.log
-    write = log._write  # type: ignore[attr-defined]
+    token, submit = issue_token(events.secret, "chatcmpl-1", 1, "ada"), events.log.submit
 
-    def full(batch: Any) -> None:
-        raise apsw.FullError("database or disk is full")
+    def away(topic: str, batch: Any) -> Future[Any]:
+        failed: Future[Any] = Future()
+        failed.set_exception(LogUnavailableError("the disk is full"))
+        return failed
 
-    log._write = full  # type: ignore[attr-defined]
+    events.log.submit = away  # type: ignore[method-assign]
     try:
         refused = give(logged, token, id="once")
         answer = logged.post("/v1/chat/completions", json=CHAT | {"store": True})
     finally:
-        log._write = write  # type: ignore[attr-defined]
+        events.log.submit = submit  # type: ignore[method-assign]
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert answer.status_code == 200 and "feedback" not in answer.json()
     assert "whorl_completions_unlogged_total 1.0" in logged.get("/metrics").text
