@@ -10,7 +10,7 @@ from tests.support.loop_events import append, completion, open_synthetic_log
 
 from whorl.errors import DataError
 from whorl.log import Event, open_log
-from whorl.loop.events import COMPLETIONS, FEEDBACK, FeedbackGiven
+from whorl.loop.events import COMPLETIONS, FEEDBACK, CompletionMade, FeedbackGiven, LoggedAnswer
 from whorl.loop.feedback_pairs import feedback_examples
 from whorl.loop.frozen_events import (
     current_offsets,
@@ -80,8 +80,8 @@ def test_a_log_without_topics_is_refused(tmp_path):
 
 
 def test_held_out_prompts_stay_held_out():
-    prompts = [[256, n] for n in range(5000)]
-    small, large = ([is_held_out(ids, share) for ids in prompts] for share in (0.1, 0.3))
+    prompts = [f"{n}?" for n in range(5000)]
+    small, large = ([is_held_out(prompt, share) for prompt in prompts] for share in (0.1, 0.3))
     assert 0.08 < np.mean(small) < 0.12 and all(b for a, b in zip(small, large, strict=True) if a)
 
 
@@ -105,6 +105,20 @@ def test_each_kind_of_feedback_gives_its_pair(tmp_path):
     assert ("answer f", True) in labels and ("answer d", False) in labels and len(labels) == 7
     edit = next(p for own in examples.pairs.values() for p in own if p["chosen"] == "mine")
     assert "chosen_ids" not in edit and bytes(edit["rejected_ids"][:-1]) == b"answer e"
+
+
+def test_the_healed_end_of_a_prompt_belongs_to_the_prompt(tmp_path):
+    made = []
+    for name, text, forced in (("a", "yes", b"?"), ("b", "nay", b"?"), ("c", "no", b"??")):
+        answer = LoggedAnswer(text, [*forced, *text.encode(), 257], forced=len(forced))
+        made.append(CompletionMade(name, "m", "", "ada", "1?", [256, 49], [answer]))
+    votes = [FeedbackGiven("bob", "a", "better", over="b"), FeedbackGiven("bob", "a", "better", over="c")]
+    found = frozen(tmp_path, *made, *votes)
+    one, other = sum(feedback_examples(found.completions, found.feedback).pairs.values(), [])
+    assert one["prompt_ids"] == (256, 49, 63) and bytes(one["chosen_ids"][:-1]) == b"yes"
+    assert (
+        other["prompt_ids"] == (256, 49) and bytes(other["rejected_ids"][:-1]) == b"??no"
+    )  # other tokens: in the loss
 
 
 def test_raters_who_agree_outvote_random_ones():

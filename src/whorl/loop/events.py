@@ -36,11 +36,15 @@ FEEDBACK_KINDS: tuple[str, ...] = get_args(FeedbackKind)
 
 @dataclass(frozen=True)
 class LoggedAnswer:
-    """One answer. ids: its tokens, with the end if there was one. finish: as in the API."""
+    """One answer. ids: its tokens, with the end if there was one. finish: as in the API.
+
+    forced: how many of the first ids repeat the end of the prompt (token healing); `text` is without them.
+    """
 
     text: str
     ids: list[int]
     finish: str = "stop"
+    forced: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class CompletionMade:
 
     Attributes:
         id: of the API's answer. model: name in the API. digest: of the artifact, for lineage.
-        prompt: text, or messages of a conversation. prompt_ids: its tokens as the model saw them.
+        prompt: text, or messages of a conversation. prompt_ids: its tokens as the model saw them; with token healing without
+            the end of the text, which each answer begins with.
         settings: of sampling. pair: shared by the two answers of a blind comparison. side: "left" or "right" of it.
         arm: "champion" or "challenger" of a gate, else "".
     """

@@ -11,6 +11,7 @@ training uses unchanged. Votes are joined by `raters.py`; an answer or a pair wh
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,25 +52,38 @@ class _RatedAnswer:
 
     key: str
     row: Row
-    text: str
-    ids: list[int]
+    choice: Row
 
     @property
-    def group(self) -> tuple[str, tuple[int, ...]]:
-        return self.row["digest"], tuple(self.row["prompt_ids"])
+    def text(self) -> str:
+        return str(self.choice["text"])
 
-    def fields(self, name: str, text: str | None = None) -> dict[str, Any]:
-        """Return the fields of a side; text: in place of the logged answer, without ids."""
+    @property
+    def prompt(self) -> str:
+        """Return the prompt as a text to compare."""
+        return json.dumps(self.row["prompt"])
+
+    @property
+    def forced(self) -> list[int]:
+        """Return the ids that repeat the end of the prompt."""
+        return list(self.choice["ids"][: self.choice["forced"]])
+
+    def asked(self, forced: Sequence[int]) -> dict[str, Any]:
+        """Return the fields of the prompt; forced: ids of the answers that belong to it."""
+        given = self.row["prompt"]
+        prompt = given if isinstance(given, str) else tuple(given)
+        return {"prompt": prompt, "prompt_ids": (*self.row["prompt_ids"], *forced), "source": "feedback"}
+
+    def side(self, name: str, forced: Sequence[int], text: str | None = None) -> dict[str, Any]:
+        """Return the fields of an answer; text: in place of the logged answer, without ids."""
         content = self.text if text is None else text
         chat = not isinstance(self.row["prompt"], str)
-        side: Any = ({"role": "assistant", "content": content},) if chat else content
-        return {name: side} if text is not None else {name: side, f"{name}_ids": tuple(self.ids)}
-
-    @property
-    def prompt(self) -> dict[str, Any]:
-        asked = self.row["prompt"]
-        prompt = asked if isinstance(asked, str) else tuple(asked)
-        return {"prompt": prompt, "prompt_ids": tuple(self.row["prompt_ids"]), "source": "feedback"}
+        shown: Any = ({"role": "assistant", "content": content},) if chat else content
+        return (
+            {name: shown}
+            if text is not None
+            else {name: shown, f"{name}_ids": tuple(self.choice["ids"][len(forced) :])}
+        )
 
 
 def feedback_examples(
@@ -81,7 +95,7 @@ def feedback_examples(
     """
     found = FeedbackExamples()
     answers = {
-        key: _RatedAnswer(key, row, choice["text"], choice["ids"])
+        key: _RatedAnswer(key, row, choice)
         for row in completions
         for number, choice in enumerate(row["choices"])
         for key in [f"{row['id']}/{number}"]
@@ -106,7 +120,7 @@ def feedback_examples(
     found.ratings = {name: rate(own) for name, own in votes.items()}
     for item, log_odds in found.ratings["comparisons"].log_odds.items():
         one, two = (answers[key] for key in item.split(" "))
-        if one.group[1] != two.group[1]:
+        if one.prompt != two.prompt or one.row["prompt_ids"] != two.row["prompt_ids"]:
             found.left_out["two answers to different prompts"] += 1
         elif expit(abs(log_odds)) < min_confidence:
             found.left_out["raters disagree"] += 1
@@ -122,13 +136,19 @@ def _add_pair(
     if (chosen.text if text is None else text) == rejected.text:
         found.left_out["equal texts"] += 1
         return
-    split = chosen.row["split"]
-    sides = chosen.fields("chosen", text) | rejected.fields("rejected")
-    found.pairs[split].append({**chosen.prompt, **sides, "id": rejected.key})
+    split, forced = chosen.row["split"], chosen.forced
+    if forced != rejected.forced:  # other tokens for the same text: they stay in the loss
+        forced = []
+    sides = chosen.side("chosen", forced, text) | rejected.side("rejected", forced)
+    found.pairs[split].append({**chosen.asked(forced), **sides, "id": rejected.key})
     found.kinds[kind] += 1
-    for answer, label in ((chosen, True), (rejected, False)):
-        record = answer.fields("completion", text if label else None)
-        found.labels[split].append({**answer.prompt, **record, "label": label, "id": answer.key})
+    _add_label(found, chosen, True, text)
+    _add_label(found, rejected, False)
+
+
+def _add_label(found: FeedbackExamples, answer: _RatedAnswer, label: bool, text: str | None = None) -> None:
+    record = answer.side("completion", answer.forced, text) | {"label": label, "id": answer.key}
+    found.labels[answer.row["split"]].append(answer.asked(answer.forced) | record)
 
 
 def _add_thumbs(found: FeedbackExamples, answers: Mapping[str, _RatedAnswer], min_confidence: float) -> None:
@@ -139,13 +159,14 @@ def _add_thumbs(found: FeedbackExamples, answers: Mapping[str, _RatedAnswer], mi
         if expit(abs(thumbs[key])) < min_confidence:
             found.left_out["raters disagree"] += 1
         else:
-            sides = groups.setdefault(answers[key].group, {True: [], False: []})
+            sides = groups.setdefault(
+                (answers[key].row["digest"], answers[key].prompt), {True: [], False: []}
+            )
             sides[thumbs[key] > 0].append(answers[key])
     for sides in groups.values():
         n = min(len(sides[True]), len(sides[False]))
         for liked, disliked in zip(sides[True], sides[False], strict=False):
             _add_pair(found, liked, disliked, "liked over disliked")
         for label, rest in ((label, one) for label, own in sides.items() for one in own[n:]):
-            record = {**rest.prompt, **rest.fields("completion"), "label": label, "id": rest.key}
-            found.labels[rest.row["split"]].append(record)
+            _add_label(found, rest, label)
             found.singles += 1

@@ -3,7 +3,7 @@
 A range is the first and the next offset of every partition. With the identity of its log it names the same events for
 ever, so it can be the address of an artifact. Erased actors are left out; their `actor.erased` record moves the end.
 
-The subtle point is the held-out split: a hash of the prompt's token ids alone. A prompt that is held out in one round is
+The subtle point is the held-out split: a hash of the prompt alone. A prompt that is held out in one round is
 held out in every later one. So no model is compared on a prompt that an earlier round trained on.
 """
 
@@ -78,9 +78,9 @@ def current_offsets(log: Log, since: float | None = None, until: float | None = 
     return found
 
 
-def is_held_out(prompt_ids: Sequence[int], fraction: float) -> bool:
-    """Return whether a prompt belongs to the held-out split."""
-    digest = blake2b(orjson.dumps(list(prompt_ids)), digest_size=8).digest()
+def is_held_out(prompt: str | Sequence[Any], fraction: float) -> bool:
+    """Return whether a prompt, a text or messages, belongs to the held-out split."""
+    digest = blake2b(orjson.dumps(prompt), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
 
@@ -103,7 +103,7 @@ def read_events(log: Log, keys: ActorKeys, offsets: Offsets, test_fraction: floa
                     found.left_out["tombstone" if event.data is None else "of an erased actor"] += 1
                 elif event.type == "completion.made":
                     made = CompletionMade.from_data(data)
-                    split = "test" if is_held_out(made.prompt_ids, test_fraction) else "train"
+                    split = "test" if is_held_out(made.prompt, test_fraction) else "train"
                     found.completions.append({**asdict(made), "time": event.time, "split": split})
                 elif event.type == "feedback.given":
                     given = FeedbackGiven(**data)

@@ -37,7 +37,7 @@ class KeptCompletion:
         """Log the completion. Returns the field `feedback` of its response; nothing if the log did not take it."""
         request = readers[0].stream.request
         sampling = request.sampling.model_dump(mode="json", exclude_defaults=True)
-        answers = [LoggedAnswer("".join(r.texts), r.ids, str(r.stream.finish)) for r in readers]
+        answers = [LoggedAnswer("".join(r.texts), r.ids, str(r.stream.finish), r.n_forced) for r in readers]
         same = self.digest == self.served.weights.digest  # else they changed while it ran
         made = CompletionMade(
             id, self.served.name, self.digest if same else "", self.actor, self.prompt, list(request.ids), answers,

@@ -58,6 +58,7 @@ class StreamDecoder:
         self._forced_bytes_left = len(stream.request.forced_prefix)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest: TextDelta | None = None  # output that `next` returns later
+        self.n_forced = 0  # ids within the forced prefix
         self.texts, self.ids = (
             list[str](),
             list[int](),
@@ -88,6 +89,7 @@ class StreamDecoder:
         text = self._decoder.decode(delta.text, final=delta.finish_reason is not None)
         self.texts.append(text)
         self.ids += [token.id for token in delta.tokens]
+        self.n_forced += delta.n_forced
         tokens, prompt_bytes = list(delta.tokens[delta.n_forced :]), 0
         for token in delta.tokens[: delta.n_forced]:
             self._forced_bytes_left -= len(_token_bytes(token.id, self.tokenizer))

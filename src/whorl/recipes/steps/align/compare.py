@@ -99,27 +99,26 @@ def _answers(
     """Return the answers of both models to distinct held-out prompts, as a server gives them; seeds are common."""
     from whorl.evals.model.sampling import open_engine, policy_sampling
 
-    limit = min(MAX_ANSWER, max((len(c["ids"]) for row in rows for c in row["choices"]), default=1))
+    lengths = [len(answer["ids"]) - answer["forced"] for row in rows for answer in row["choices"]]
+    limit = min(MAX_ANSWER, max(lengths, default=1))
     most = min(network.model.declared_length for network in networks.values()) - limit - ROOM
-    prompts = {tuple(row["prompt_ids"]): row["prompt"] for row in rows if len(row["prompt_ids"]) <= most}
-    chosen = [*prompts][: config.max_prompts]
+    prompts = {json.dumps(row["prompt"]): row for row in rows if len(row["prompt_ids"]) <= most}
+    chosen = [*prompts.values()][: config.max_prompts]
     if not chosen:
         return []
-    texts = [p if isinstance(p := prompts[ids], str) else "" for ids in chosen]
+    texts = [row["prompt"] if isinstance(row["prompt"], str) else "" for row in chosen]
     healed = [encoder.heal(text) if text else None for text in texts]
-    sampling = [
-        policy_sampling(config.temperature).model_copy(update={"seed": config.seed + n})
-        for n in range(len(chosen))
-    ]
-    found = [{"prompt": text or json.dumps(prompts[ids])} for ids, text in zip(chosen, texts, strict=True)]
+    ids = [one.ids if one else row["prompt_ids"] for one, row in zip(healed, chosen, strict=True)]
+    sampling = policy_sampling(config.temperature)
+    found: list[dict[str, Any]] = [{"prompt": row["prompt"]} for row in chosen]
     for role, network in networks.items():
-        engine = open_engine(network.eval_copy(), (64, max(map(len, chosen)) + limit + ROOM), encoder)
+        engine = open_engine(network.eval_copy(), (64, max(map(len, ids)) + limit + ROOM), encoder)
         done = engine.generate(
-            [one.ids if one else ids for one, ids in zip(healed, chosen, strict=True)], sampling, max_tokens=limit,
+            ids, [sampling.model_copy(update={"seed": config.seed + n}) for n in range(len(ids))], max_tokens=limit,
             stop_ids=encoder.stop_ids, forced_prefixes=[one.forced_prefix if one else b"" for one in healed],
         )  # fmt: skip
-        for item, one in zip(found, done, strict=True):
-            item[role] = one.text.decode("utf-8", "replace")
+        for item, answer in zip(found, done, strict=True):
+            item[role] = answer.text.decode("utf-8", "replace")
     return found
 
 
