@@ -114,7 +114,8 @@ def test_the_healed_end_of_a_prompt_belongs_to_the_prompt(tmp_path):
         made.append(CompletionMade(name, "m", "", "ada", "1?", [256, 49], [answer]))
     votes = [FeedbackGiven("bob", "a", "better", over="b"), FeedbackGiven("bob", "a", "better", over="c")]
     found = frozen(tmp_path, *made, *votes)
-    one, other = sum(feedback_examples(found.completions, found.feedback).pairs.values(), [])
+    pairs = feedback_examples(found.completions, found.feedback).pairs
+    one, other = pairs["train"] + pairs["test"]
     assert one["prompt_ids"] == (256, 49, 63) and bytes(one["chosen_ids"][:-1]) == b"yes"
     assert (
         other["prompt_ids"] == (256, 49) and bytes(other["rejected_ids"][:-1]) == b"??no"
