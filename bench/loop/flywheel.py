@@ -4,7 +4,7 @@
     python bench/loop/flywheel.py --thumbs [--seeds 5]    # the quickstart's model: one round of thumbs alone
     python bench/loop/flywheel.py --quick                 # one seed
 
-Every part is the command that a user types, in a process of its own: `whorl serve --log`, `whorl simulate-raters` (300
+Every part is the command that a user types, in a separate process: `whorl serve --log`, `whorl simulate-raters` (300
 raters, 15 % wrong, left favoured 60 to 40, one in ten random), `whorl run flywheel`, `whorl promote`. The server keeps
 running and takes over the promoted weights. The gate has no blind votes here: it decides by the step `compare`, which
 sees the same noisy votes and no known preference.
@@ -51,7 +51,7 @@ BRACKETS = ["preference.lr_scale=0.3", 'preference.optimizer="muon"', "preferenc
 
 
 class Circle:
-    """A store in a folder of its own, a server of one of its models, and the commands that use them."""
+    """A store in a new folder, a server of one of its models, and the commands that use them."""
 
     def __init__(self, folder: Path, preference: str, seed: int) -> None:
         self.folder, self.store, self.preference, self.seed = (
@@ -126,7 +126,7 @@ class Circle:
         return np.array(known_preference(self.preference).scores(prompts, self.answers(prompts)))
 
     def round(self, number: int, *settings: str, thumbs: bool = False) -> dict[str, Any]:
-        """Collect votes, train, compare and promote; return what the commands said."""
+        """Collect votes, train, compare and promote; return their results."""
         votes = ["--votes", str(VOTES), "--seed", str(100 * self.seed + number)]
         rated = self.whorl(
             "simulate-raters", self.url, "--preference", self.preference, *votes, *["--thumbs"] * thumbs
