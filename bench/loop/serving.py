@@ -3,9 +3,9 @@
     python bench/loop/serving.py [--clients 16] [--requests 64] [--tokens 64] [--rounds 12]
 
 `whorl serve --log` runs a model of random weights (17 M parameters). Each round sends all requests, `--clients` at a time,
-as streams. In every second round they have `store: true`: the record is sealed, and the last chunk waits until it is on disk.
-One process serves both, because two of them choose kernels by their own timings. The ratio is that of the medians; the log
-has to have all completions.
+as streams. In every second round they have `store: true`: the record is sealed, and the last chunk waits until it is on
+disk. One process serves both, because two of them choose kernels by their own timings. The ratio is that of the medians; the
+log has to have all completions.
 """
 
 from __future__ import annotations

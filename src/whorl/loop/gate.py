@@ -25,7 +25,7 @@ from scipy.optimize import brentq
 from scipy.special import betaln
 
 from whorl.log.event import LogRecord, UnreadableRecordError
-from whorl.log.port import Log
+from whorl.log.port import Log, OffsetRange
 from whorl.loop.events import COMPLETIONS, FEEDBACK, SCHEMAS
 
 ALPHA = 0.05
@@ -58,10 +58,14 @@ def win_rate_interval(wins: int, losses: int, alpha: float = ALPHA) -> tuple[flo
 
 @dataclass
 class GateState:
-    """The fold. arms: completion -> (arm, digest, pair). votes: actor and pair -> (better, other, whether it is a tie)."""
+    """The fold. arms: completion -> (arm, digest, pair). votes: actor and pair -> (better, other, whether it is a tie).
+
+    offsets: next one of each partition that `gate_state` has read.
+    """
 
     arms: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     votes: dict[tuple[str, str, str], tuple[str, str, bool]] = field(default_factory=dict)
+    offsets: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def apply(self, records: Iterable[LogRecord]) -> GateState:
         """Fold records of the completions and the feedback, and return this state."""
@@ -110,7 +114,11 @@ def gate_state(log: Log, state: GateState | None = None) -> dict[str, Any]:
     topics = log.topics()
     for topic in (COMPLETIONS, FEEDBACK):
         if topic in topics:
-            folded.apply(log.replay(topic))
+            found = log.bounds(topic)
+            starts = [max(b.first, folded.offsets.get((topic, p), 0)) for p, b in enumerate(found)]
+            rest = [OffsetRange(start, b.next) for start, b in zip(starts, found, strict=True)]
+            folded.apply(log.replay(topic, bounds=rest))
+            folded.offsets |= {(topic, p): b.next for p, b in enumerate(found)}
     tests = [
         {"champion": old, "challenger": new, **figures(**count)}
         for (old, new), count in folded.counts().items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from whorl.loop.counter.answers import clicks_per_day, newest_answers, votes_per
 from whorl.loop.counter.counts import Counts
 from whorl.loop.events import COMPLETIONS, TOPICS, CompletionMade
 from whorl.loop.feedback_token import issue_token
-from whorl.loop.gate import gate_state
+from whorl.loop.gate import GateState, gate_state
 from whorl.loop.streams.runner import lag_of
 from whorl.loop.streams.store import default_views
 from whorl.store import Store
@@ -30,10 +30,14 @@ class PageState:
     def __init__(self, store: Store, log: Log, keys: ActorKeys, secret: bytes) -> None:
         self.store, self.log, self.keys, self.secret = store, log, keys, secret
         self.counts = Counts.open(default_views(store.root))
-        self._gate: tuple[Any, dict[str, Any]] = (None, {})
+        self._gate, self._gate_lock = GateState(), threading.Lock()
+        self._compared: tuple[int, dict[str, Any] | None] = 0, None  # modification time of the artifacts
 
-    def feed(self, actor: str, before: float | None, limit: int) -> list[dict[str, Any]]:
-        """Return the newest kept answers with their counts, the actor's own click, and a token for feedback by the actor."""
+    def feed(self, actor: str, before: float | None, limit: int) -> dict[str, Any]:
+        """Return the newest kept answers with their counts, the actor's own click, and a token for feedback by the actor.
+
+        `next` of the result is the value of `before` for older ones, None at the end.
+        """
         rows = newest_answers(self.counts, limit, before)
         mine = self.counts.mine(actor, [f"{row['id']}/0" for row in rows])
         found = []
@@ -48,7 +52,7 @@ class PageState:
                 "text": made.choices[0].text, "likes": row["likes"], "dislikes": row["dislikes"],
                 "mine": mine[f"{made.id}/0"], "token": issue_token(self.secret, made.id, len(made.choices), actor),
             })  # fmt: skip
-        return found
+        return {"answers": found, "next": rows[-1]["time"] if len(rows) == limit else None}
 
     def loop(self) -> dict[str, Any]:
         """Return records and lags, clicks by day, votes per rater, the blind tests, and the newest comparison."""
@@ -56,8 +60,8 @@ class PageState:
         members, shares = lorenz_curve(votes.tolist()) if votes.sum() else ([0.0, 1.0], [0.0, 1.0])
         at = np.linspace(0, 1, CURVE_POINTS)
         bounds = {topic: self.log.bounds(topic) for topic in TOPICS}
-        if self._gate[0] != bounds:
-            self._gate = bounds, gate_state(self.log)
+        with self._gate_lock:
+            gate = gate_state(self.log, self._gate)
         return {
             "survives": self.log.guarantees.survives,
             "topics": {topic: sum(b.next - b.first for b in found) for topic, found in bounds.items()},
@@ -67,16 +71,18 @@ class PageState:
                 "n": len(votes), "votes": int(votes.sum()), "gini": float(gini(votes)) if len(votes) else 0.0,
                 "lorenz": np.interp(at, members, shares).round(4).tolist(),
             },
-            "gate": self._gate[1], "names": {a: name for name, a in self.store.names().items()},
+            "gate": gate, "names": {a: name for name, a in self.store.names().items()},
             "comparison": self._comparison(),
         }  # fmt: skip
 
     def _comparison(self) -> dict[str, Any] | None:
-        for artifact in reversed(self.store.artifacts()):
-            if artifact.kind == "comparison":
-                found: dict[str, Any] = json.loads(Path(artifact.file("comparison.json")).read_text())
-                return found | {"name": artifact.name}
-        return None
+        folder = self.store.root / "artifacts"
+        changed = folder.stat().st_mtime_ns if folder.is_dir() else 0
+        if changed != self._compared[0]:
+            kept = [each for each in self.store.artifacts() if each.kind == "comparison"]
+            text = kept[-1].file("comparison.json").read_text(encoding="utf-8") if kept else "null"
+            self._compared = changed, json.loads(text)
+        return self._compared[1]
 
     def close(self) -> None:
         self.counts.close()

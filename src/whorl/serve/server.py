@@ -55,10 +55,13 @@ def make_state(
     models: Sequence[ServedModel | ServedEmbedder],
     engine: EngineProtocol | None,
     machine: Machine,
+    *,
+    is_open: bool = False,
 ) -> AppState:
     """Return the state of a server.
 
     Args:
+        is_open: to strangers, so that no page shows texts of users.
         places, models: as of `load_models`. With a challenger, the second model is that.
 
     Raises:
@@ -68,6 +71,8 @@ def make_state(
     second = shown.pop(1) if events.challenger else None
     state = AppState(config, shown, engine, events=log)
     state.compare = events.compare
+    if log is not None and is_open:
+        log.pages = None
     if isinstance(second, ServedModel):
         hidden = replace(second, name=shown[0].name, aliases=frozenset())
         state.challenger = Challenger(hidden, events.traffic)

@@ -137,11 +137,10 @@ def add_loop_routes(app: FastAPI, pages: PageState, actor_of: Callable[[HttpRequ
     async def feed(
         request: HttpRequest, before: float | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> Response:
-        found = await asyncio.to_thread(pages.feed, actor_of(request), before, limit)
-        return OrjsonResponse({"answers": found})
+        return OrjsonResponse(await asyncio.to_thread(pages.feed, actor_of(request), before, limit))
 
     @app.get("/v1/feedback/counts", tags=["feedback"])
-    async def counts(request: HttpRequest, answers: Annotated[str, Query(max_length=8192)]) -> Response:
+    async def counts(request: HttpRequest, answers: Annotated[str, Query(max_length=1024)]) -> Response:
         names = answers.split(",")
         found = await asyncio.to_thread(pages.counts.get, names)
         mine = await asyncio.to_thread(pages.counts.mine, actor_of(request), names)

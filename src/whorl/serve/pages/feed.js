@@ -9,7 +9,7 @@ import { writeStorage } from "./settings.js";
 const PAGE = 20;
 const queue = new ClickQueue();
 const list = find("#answers"), more = find("#more"), errorBox = find("#error");
-let oldest = null; // time of the last answer shown
+let older = null; // `before` of the answers that follow
 
 function card(answer) {
   const counts = { like: answer.likes, dislike: answer.dislikes };
@@ -34,11 +34,11 @@ function card(answer) {
 async function load(before = null) {
   errorBox.hidden = true;
   try {
-    const { answers } = await read(`v1/feed?limit=${PAGE}${before === null ? "" : `&before=${before}`}`);
+    const { answers, next } = await read(`v1/feed?limit=${PAGE}${before === null ? "" : `&before=${before}`}`);
     if (before === null) list.replaceChildren();
     list.append(...answers.map(card));
-    oldest = answers.at(-1)?.time ?? oldest;
-    more.hidden = answers.length < PAGE;
+    older = next;
+    more.hidden = next === null;
     find("#empty").hidden = list.children.length > 0;
   } catch (error) {
     find(".message", errorBox).textContent = error.message;
@@ -49,7 +49,7 @@ async function load(before = null) {
 }
 
 find("#newest").addEventListener("click", () => load());
-more.addEventListener("click", () => load(oldest));
+more.addEventListener("click", () => load(older));
 find("#key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   writeStorage("sessionStorage", "whorl.key", find("#key").value.trim());

@@ -35,10 +35,11 @@ CACHE_MEMORY_FRACTION = 0.25  # of the free memory
 
 
 class AdapterLocation(NamedTuple):
-    """A LoRA adapter: its names, the displayed one first, and its folder."""
+    """A LoRA adapter: its names, the displayed one first, its folder, and the address of its artifact."""
 
     names: tuple[str, ...]
     folder: Path
+    address: str = ""
 
 
 class ModelLocation:
@@ -78,10 +79,11 @@ class ModelLocation:
             StoreError: no such artifact.
         """
         name, equals, ref = text.rpartition("=")
-        folder, names = user_path(ref or " "), [name]
+        folder, names, address = user_path(ref or " "), [name], ""
         if ref and not folder.is_dir():
             artifact = Store(self.store).open(ref)
             artifact.check()
+            address = artifact.address
             folder, names = artifact.path / ADAPTER, [artifact.name, artifact.name.rpartition("/")[2], ref]
             if not folder.is_dir():
                 raise ConfigError(
@@ -105,7 +107,7 @@ class ModelLocation:
             raise ConfigError(
                 f"--adapter {text}", expected="NAME=FOLDER, or NAME=ARTIFACT; the name must be unique"
             )
-        return AdapterLocation(tuple(dict.fromkeys(names)), folder)
+        return AdapterLocation(tuple(dict.fromkeys(names)), folder, address)
 
 
 def _added_tokens(folder: Path) -> Any:
@@ -177,8 +179,10 @@ def load_generation_model(
 def with_adapters(base: ServedModel, adapters: Sequence[AdapterLocation]) -> list[ServedModel]:
     """Return the API's entry for each adapter of a model."""
     return [
-        replace(base, name=name, aliases=frozenset(more), adapter=name, embed=None)
-        for (name, *more), _ in adapters
+        replace(
+            base, name=name, aliases=frozenset(more), adapter=name, embed=None, weights=ServedWeights(address)
+        )
+        for (name, *more), _, address in adapters
     ]
 
 
