@@ -44,7 +44,7 @@ def home(tmp_path: Path) -> Path:
         for kind in ("events", "preferences", "model"):
             name = f"{actor}/{kind}"
             with Build(store, kind=kind, name=name, parents=parents, config={"n": name}, version=1) as build:
-                (build.path / "actors.txt").write_text(f"{actor}\ncarol {actor}\n")
+                (build.path / "actors.txt").write_text(f"{actor}\nkäthe {actor}\n")
             parents = {kind: store.open(name)}
     store.set_name("served/chat", store.open("ada/model"))
     return tmp_path
@@ -75,5 +75,5 @@ def test_an_actor_is_erased_and_the_models_are_named(home: Path) -> None:
 
 
 def test_an_unknown_actor_has_no_artifacts(home: Path) -> None:
-    text = run(home, "carol")  # "carol ada" is another actor
+    text = run(home, "käthe")  # "käthe ada" is another actor
     assert "there was no key" in text and "no artifact" in text

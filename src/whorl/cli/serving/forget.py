@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,7 +40,8 @@ def forget(
     keys.close()
     with open_log(log or default_log(opened.root)) as events:
         create_topics(events)
-        events.append(FEEDBACK, Event("actor.erased", actor, {"actor": actor}, id=f"erased {actor}"))
+        id = sha256(f"erased {actor}".encode()).hexdigest()[:32]
+        events.append(FEEDBACK, Event("actor.erased", actor, {"actor": actor}, id=id))
     print(f"{actor}: {'the key is destroyed' if had_key else 'there was no key, so no text was kept'}")
     found = descendants_of_events(opened, actor)
     if not found:
