@@ -61,7 +61,7 @@ def make_state(
     """Return the state of a server.
 
     Args:
-        is_open: to strangers, so that no page shows texts of users.
+        is_open: without keys on a public address, so that no page shows texts of users.
         places, models: as of `load_models`. With a challenger, the second model is that.
 
     Raises:
