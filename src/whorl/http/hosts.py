@@ -33,9 +33,10 @@ def http_address(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def print_pages(url: str) -> None:
-    """Print the addresses of the pages and of the API to the standard error."""
-    print(f"page    {url}/\nengine  {url}/engine\nAPI     {url}/v1", file=sys.stderr, flush=True)
+def print_pages(url: str, *more: str) -> None:
+    """Print the addresses of the pages and of the API to the standard error. more: paths of further pages."""
+    pages = "".join(f"{name:<8}{url}/{name}\n" for name in ("engine", *more))
+    print(f"page    {url}/\n{pages}API     {url}/v1", file=sys.stderr, flush=True)
 
 
 def is_local_name(host_header: str) -> bool:

@@ -112,7 +112,8 @@ def run_server(
     url = http_address(config.host, port)
     on_ready(url)
     if LIMITS_FOLDER not in os.environ:
-        print_pages(url)
+        logged = state.events is not None and state.events.pages is not None
+        print_pages(url, *(("feed", "loop") if logged else ()))
     server.run(sockets=[sock])
 
 

@@ -5,7 +5,7 @@ import { read } from "./feedback.js";
 
 const POLL_MS = 5000;
 const KINDS = ["like", "dislike", "none", "edit", "better", "tie"];
-const DECISIONS = { promote: "better: promote it", reject: "not better", wait: "undecided: collect more votes" };
+const DECISIONS = { promote: "is better: promote it", reject: "is not better", wait: "may be better or not: collect more votes" };
 
 /** A table of texts with a first row of headings. */
 function fill(id, head, rows) {
@@ -27,7 +27,7 @@ function drawTests(state) {
   fill("#comparison", ["Measure", compared ? `${name(compared.challenger)} against ${name(compared.champion)}` : "", "Examples"],
     Object.entries(compared?.measures ?? {}).map(([measure, found]) => [measure, share(found), String(found.n)]));
   const last = tests.at(-1), texts = [];
-  if (last) texts.push(`By ${count(last.wins + last.losses + last.ties, "blind vote")}, ${name(last.challenger)} is ${DECISIONS[last.decision]}; it wins ${share({ value: last.win_rate, low: last.low, high: last.high })}.`);
+  if (last) texts.push(`By ${count(last.wins + last.losses + last.ties, "blind vote")}, ${name(last.challenger)} ${DECISIONS[last.decision]}. It wins ${share({ value: last.win_rate, low: last.low, high: last.high })}.`);
   if (compared) texts.push(`On held-out prompts, ${name(compared.challenger)}: ${compared.verdict}.`);
   if (texts.length) find("#verdict").textContent = texts.join(" ");
 }
@@ -47,16 +47,16 @@ function drawDays(days) {
   });
   const label = starts.length ? `Clicks on ${count(starts.length, "day")}, at most ${most} on one.` : "No clicks yet.";
   find("#days").replaceChildren(createSvg("svg", { role: "img", "aria-label": label, viewBox: `0 0 ${Math.max(100, 10 * starts.length)} 100`, height: 120, preserveAspectRatio: "none" }, ...bars));
-  fill("#kinds", ["Kind", "Clicks"], KINDS.map((kind) => [kind, String(starts.reduce((sum, day) => sum + total(day, kind), 0))]));
+  fill("#kinds", ["Kind", "Clicks"], KINDS.map((kind) => [kind === "none" ? "taken back" : kind, String(starts.reduce((sum, day) => sum + total(day, kind), 0))]));
   find("#kinds").querySelectorAll("tbody tr").forEach((row, k) => row.firstElementChild.prepend(createElement("i", { class: `key kind-${k}` })));
 }
 
 function drawRaters({ n, votes, gini, lorenz }) {
   const uneven = gini > 0.6 ? " A few raters gave most votes." : "";
-  find("#raters").textContent = n ? `${count(votes, "vote")} of ${count(n, "rater")}. Gini coefficient ${gini.toFixed(2)} (0: equal numbers of votes, 1: one rater gave all).${uneven}` : "No votes yet.";
+  find("#raters").textContent = n ? `${count(votes, "vote")} of ${count(n, "rater")}. Gini coefficient ${gini.toFixed(2)} (0: equal numbers of votes, 1: one rater gave all).${uneven} The curve has the share of votes of the raters with the fewest votes.` : "No votes yet.";
   const points = lorenz.map((share, i) => `${(100 * i) / (lorenz.length - 1)},${100 - 100 * share}`).join(" ");
   find("#lorenz").replaceChildren(createSvg("svg", { role: "img", "aria-label": `Lorenz curve of votes: share of votes against share of raters. Gini coefficient ${gini.toFixed(2)}.`, viewBox: "-1 -1 102 102", width: 240, height: 240 },
-    createSvg("polyline", { class: "equal", points: "0,100 100,0" }), createSvg("polyline", { class: "curve", points })));
+    createSvg("polyline", { class: "equal", points: "0,0 0,100 100,100 0,100 100,0" }), createSvg("polyline", { class: "curve", points })));
 }
 
 export function draw(state) {
