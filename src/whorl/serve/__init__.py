@@ -5,8 +5,9 @@
     api/            routes: completions, chat, responses, embeddings, tools; request parsing and response formatting
     middleware/     API keys, rate limits, admission, Prometheus metrics
     worker/         the engine thread, model loading, engine state
+    completion_log.py   completions that users let the server keep, and feedback on them
     arena.py        the server of an arena: blind votes between models
-    pages/          files of the pages: chat, engine, arena. page_files.py: their routes
+    pages/          files of the pages: chat, engine, feed, loop, arena. page_files.py: their routes
 
 FastAPI is imported only in the modules that use it, so that `whorl --help` stays fast.
 """

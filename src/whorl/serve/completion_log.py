@@ -15,7 +15,6 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from whorl.errors import WhorlError
 from whorl.log import Event, Log, default_log, open_log
 from whorl.log.port import LogUnavailableError
 from whorl.loop.actor_keys import PRIVATE, ActorKeys
@@ -75,9 +74,9 @@ class CompletionLog:
         now = time.time()
         try:
             await self.append(COMPLETIONS, made.event(now), KEEP_SECONDS)
-        except WhorlError as error:
+        except Exception as error:  # whatever it is, the answer is sent
             self.unlogged.inc()
-            LOG.warning("a completion was not logged: %s", error.what)
+            LOG.warning("a completion was not logged: %s", error)
             return None
         expires = int(now + TOKEN_SECONDS)
         token = issue_token(self.secret, made.id, len(made.choices), made.actor, expires)

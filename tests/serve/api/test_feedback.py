@@ -195,20 +195,23 @@ def test_a_log_that_is_away_costs_no_answer(logged: Running) -> None:
     assert events is not None
     token, submit = issue_token(events.secret, "chatcmpl-1", 1, "ada"), events.log.submit
 
+    problems = [LogUnavailableError("the disk is full"), LogUnavailableError("gone"), RuntimeError("a bug")]
+
     def away(topic: str, batch: Any) -> Future[Any]:
         failed: Future[Any] = Future()
-        failed.set_exception(LogUnavailableError("the disk is full"))
+        failed.set_exception(problems.pop(0))
         return failed
 
     events.log.submit = away  # type: ignore[method-assign]
     try:
         refused = give(logged, token, id="once")
-        answer = logged.post("/v1/chat/completions", json=CHAT | {"store": True})
+        answers = [logged.post("/v1/chat/completions", json=CHAT | {"store": True}) for _ in range(2)]
     finally:
         events.log.submit = submit  # type: ignore[method-assign]
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    assert answer.status_code == 200 and "feedback" not in answer.json()
-    assert "whorl_completions_unlogged_total 1.0" in logged.get("/metrics").text
+    for answer in answers:
+        assert answer.status_code == 200 and answer.json()["choices"] and "feedback" not in answer.json()
+    assert "whorl_completions_unlogged_total 2.0" in logged.get("/metrics").text
     before = len(events_of(logged, FEEDBACK))
     assert give(logged, token, id="once").status_code == 202
     assert len(events_of(logged, FEEDBACK)) == before + 1
