@@ -74,7 +74,7 @@ class CompletionLog:
         now = time.time()
         try:
             await self.append(COMPLETIONS, made.event(now), KEEP_SECONDS)
-        except Exception as error:  # whatever it is, the answer is sent
+        except Exception as error:  # of any kind: the answer is sent
             self.unlogged.inc()
             LOG.warning("a completion was not logged: %s", error)
             return None
