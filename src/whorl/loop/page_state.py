@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from whorl.errors import DataError
 from whorl.log import Log
 from whorl.loop.actor_keys import ActorKeys
 from whorl.loop.counter import VIEWS
@@ -42,17 +43,23 @@ class PageState:
         mine = self.counts.mine(actor, [f"{row['id']}/0" for row in rows])
         found = []
         for row in rows:
-            records = self.log.fetch(COMPLETIONS, row["partition"], row["offset"], 1)
-            data = self.keys.open(records[0].event()) if records else None
-            if data is None:  # erased, or removed by retention
+            if (made := self._completion(row["partition"], row["offset"])) is None:
                 continue
-            made = CompletionMade.from_data(data)
             found.append({
                 "id": made.id, "time": row["time"], "model": made.model, "prompt": _last_prompt(made.prompt),
                 "text": made.choices[0].text, "likes": row["likes"], "dislikes": row["dislikes"],
                 "mine": mine[f"{made.id}/0"], "token": issue_token(self.secret, made.id, len(made.choices), actor),
             })  # fmt: skip
         return {"answers": found, "next": rows[-1]["time"] if len(rows) == limit else None}
+
+    def _completion(self, partition: int, offset: int) -> CompletionMade | None:
+        """Return a completion; None if its actor is erased, or the record is removed or damaged."""
+        try:
+            records = self.log.fetch(COMPLETIONS, partition, offset, 1)
+            data = self.keys.open(records[0].event()) if records and records[0].offset == offset else None
+        except DataError:
+            return None
+        return None if data is None else CompletionMade.from_data(data)
 
     def loop(self) -> dict[str, Any]:
         """Return records and lags, clicks by day, votes per rater, the blind tests, and the newest comparison."""

@@ -14,7 +14,6 @@ from whorl.errors import ConfigError
 from whorl.http.draining_server import DrainingServer, server_config
 from whorl.http.hosts import http_address, is_loopback, print_pages
 from whorl.http.server_process import prepare_server_process
-from whorl.machine.device_probe import Machine
 from whorl.serve.api.app import create_app
 from whorl.serve.app_state import LIMITS_FOLDER, AppState
 from whorl.serve.completion_log import CompletionLog
@@ -54,7 +53,6 @@ def make_state(
     places: Sequence[ModelLocation],
     models: Sequence[ServedModel | ServedEmbedder],
     engine: EngineProtocol | None,
-    machine: Machine,
     *,
     is_open: bool = False,
 ) -> AppState:
@@ -80,9 +78,7 @@ def make_state(
         name = SERVED + place.names[0]
         if isinstance(one, ServedModel) and place.address and (name in place.names or log is not None):
             now = place.address if name in place.names else None
-            state.background.append(
-                partial(follow_name, state.worker, one, Store(place.store), name, now, machine)
-            )
+            state.background.append(partial(follow_name, state.worker, one, Store(place.store), name, now))
     return state
 
 

@@ -243,3 +243,11 @@ def test_an_api_key_names_the_actor(tmp_path: Path) -> None:
         click = {"token": answer["feedback"]["token"], "kind": "like"}
         found = [server.post("/v1/feedback", json=click, headers=h).status_code for h in ({}, header, header)]
         assert found == [401, 202, 429]
+
+
+def test_fields_of_other_uses_are_ignored_without_store(logged: Running) -> None:
+    fields = {"user": "x" * 1000, "metadata": {"pair": "of shoes"}}
+    assert logged.post("/v1/chat/completions", json=CHAT | fields).status_code == 200
+    for field, value in fields.items():
+        error = logged.post("/v1/chat/completions", json=CHAT | {"store": True, field: value})
+        assert (error.status_code, error.json()["error"]["param"]) == (400, field)

@@ -65,7 +65,7 @@ def serve(home: Path, ref: str, is_open: bool = False, **fields: Any) -> AppStat
     if events.challenger:
         places.append(find_challenger(events.challenger, str(home), places[0]))
     models, engine = load_models(places, ModelEngineFactory(places[0], MACHINE, SIZES, 256, 1 << 20))
-    return make_state(ServeConfig(port=0), events, places, models, engine, MACHINE, is_open=is_open)
+    return make_state(ServeConfig(port=0), events, places, models, engine, is_open=is_open)
 
 
 def test_an_open_server_shows_no_texts_of_users(home: Path) -> None:

@@ -116,7 +116,7 @@ def serve(
     machine = probe(dtype=served.dtype, threads=served.threads)
     machine.apply()
     models, made = _load_models(places, machine, server, served, engine, processes)
-    state = make_state(server, events, places, models, made, machine, is_open=processes.no_auth)
+    state = make_state(server, events, places, models, made, is_open=processes.no_auth)
 
     def ready(url: str) -> None:
         for one in state.models:

@@ -70,9 +70,7 @@ def _checked(events: CompletionLog, body: FeedbackRequest, now: float) -> tuple[
     """Return the click and its time. Raises ApiError, which names the field."""
     claim = _claim(events.secret, body.token, body.choice, "token", "choice", now)
     if body.text and len(body.text) > MAX_EDIT:
-        raise ApiError(
-            413, f"text: {len(body.text):,} characters; at most {MAX_EDIT:,} are accepted", param="text"
-        )
+        raise ApiError(413, f"text: {len(body.text):,} characters; at most {MAX_EDIT:,}", param="text")
     if (body.kind == "edit") != bool(body.text):
         raise ApiError(400, "text: given exactly with the kind 'edit'", param="text")
     if (body.kind in ("better", "tie")) != bool(body.over):
@@ -90,17 +88,9 @@ def _checked(events: CompletionLog, body: FeedbackRequest, now: float) -> tuple[
             400, f"time: {when:.0f} is {abs(when - now) / 86400:.0f} days off; the server's clock is {now:.0f}",
             param="time",
         )  # fmt: skip
-    text = body.text or ""
     given = FeedbackGiven(
-        claim.actor,
-        claim.completion,
-        body.kind,
-        body.choice,
-        text,
-        over.completion,
-        body.over_choice,
-        body.via,
-    )
+        claim.actor, claim.completion, body.kind, body.choice, body.text or "", over.completion, body.over_choice, body.via
+    )  # fmt: skip
     return given, min(when, now)
 
 
@@ -113,9 +103,8 @@ def _claim(
         status, code = TOKEN_STATUS[error.reason], f"{error.reason}_token"
         raise ApiError(status, f"{token_field}: {error.what}", param=token_field, code=code) from None
     if choice >= claim.choices:
-        raise ApiError(
-            400, f"{choice_field}: {choice}; this completion has {claim.choices} answers", param=choice_field
-        )
+        problem = f"{choice}; this completion has {claim.choices} answers"
+        raise ApiError(400, f"{choice_field}: {problem}", param=choice_field)
     return claim
 
 

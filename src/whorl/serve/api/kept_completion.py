@@ -57,11 +57,10 @@ def choose_model(
     """
     served, arm = state.generation_model(body.model), ""
     if body.store and state.events is None:
-        raise ApiError(
-            400,
-            "store: this server has no log of completions; start it with `whorl serve --log`",
-            param="store",
-        )
+        problem = "this server has no log of completions; start it with `whorl serve --log`"
+        raise ApiError(400, f"store: {problem}", param="store")
+    if not body.store and state.challenger is None:
+        return served, None
     actor = actor_of(http, body.user or getattr(body, "safety_identifier", None))
     metadata = getattr(body, "metadata", None) or {}
     pair, side = metadata.get("pair", ""), metadata.get("side", "")

@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from whorl.align.distillation.teacher import check_same_vocabulary
-from whorl.engine.load import load_for_sampling
 from whorl.errors import ConfigError, WhorlError
-from whorl.machine.device_probe import Machine
+from whorl.models import load_model
 from whorl.serve.worker.engine_group import engine_of
 from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.model_loading import ModelLocation
@@ -27,7 +26,7 @@ POLL_SECONDS = 1.0
 
 
 async def follow_name(
-    worker: EngineWorker, served: ServedModel, store: Store, ref: str, seen: str | None, machine: Machine
+    worker: EngineWorker, served: ServedModel, store: Store, ref: str, seen: str | None
 ) -> None:
     """Serve what a name of the store names, from about a second after it moves. Runs until it is cancelled.
 
@@ -42,15 +41,13 @@ async def follow_name(
             now = (await asyncio.to_thread(store.names)).get(ref, seen or "")
             before, seen = seen, now
             if before is not None and now != before:
-                await take_over(worker, served, ModelLocation(now, store.location), machine)
+                await take_over(worker, served, ModelLocation(now, store.location))
                 LOG.warning("%s is now %s", served.name, now[:12])
         except (WhorlError, OSError, RuntimeError) as error:
             LOG.error("%s moved to %.12s, and this server keeps its model: %s; restart it", ref, seen, error)
 
 
-async def take_over(
-    worker: EngineWorker, served: ServedModel, place: ModelLocation, machine: Machine
-) -> None:
+async def take_over(worker: EngineWorker, served: ServedModel, place: ModelLocation) -> None:
     """Replace the weights of a model that is being served.
 
     Raises:
@@ -63,7 +60,7 @@ async def take_over(
     def load() -> dict[str, Tensor]:
         encoder = TokenEncoder.load(place.folder)
         check_same_vocabulary(served.tokenizer, encoder.tokenizer, names=(served.name, place.names[0]))
-        model = load_for_sampling(place.folder, machine, min(8, engine.config.max_num_seqs), masked=True)
+        model = load_model(place.folder, masked=True)  # the engine casts its tensors
         if encoder.chat.source != served.chat_template.source or model.config != engine.model.config:
             raise ConfigError(f"{place.names[0]} has another architecture or chat format")
         return dict(model.named_parameters())
