@@ -14,7 +14,7 @@ from whorl.loop.streams.store import ViewStore, ViewsUnavailableError
 from whorl.loop.streams.view import FoldedView
 from whorl.loop.streams.worker import Perform, ViewWorker
 
-LINGER = 0.5  # seconds that a view lets records gather: one delta per key and batch
+LINGER = 1.0  # seconds that a view lets records gather: one delta per key and batch
 LONGEST_WAIT = 15.0  # seconds between attempts to reach a log or store that is away
 
 
