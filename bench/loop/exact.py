@@ -37,7 +37,17 @@ from whorl.loop.streams.runner import lag_of
 from whorl.loop.streams.store import ViewStore, ViewsUnavailableError
 from whorl.loop.streams.worker import ViewWorker
 
+STALLED = 60.0  # seconds without an acknowledgement
 SYSTEMS = ("sqlite", "postgresql", "nats", "kafka", "noida")
+
+
+async def _wait(sending: asyncio.Task[None], acknowledged: set[str], n: float) -> None:
+    """Wait for n acknowledgements, or the end, or a stall."""
+    last, since = -1, time.monotonic()
+    while len(acknowledged) < n and not sending.done() and time.monotonic() - since < STALLED:
+        if len(acknowledged) > last:
+            last, since = len(acknowledged), time.monotonic()
+        await asyncio.sleep(0.01)
 
 
 async def run_with_kills(
@@ -46,15 +56,19 @@ async def run_with_kills(
     """Send all clicks; kill processes evenly over them. Returns the acknowledged ids, and the kills by process."""
     acknowledged, killed, draw = set[str](), Counter[str](), random.Random(args.seed)
     sending = asyncio.create_task(send_all(system, requests, args.clients, args.repeat, acknowledged))
-    for number in range(args.kills):
-        threshold = len(requests) * (number + draw.random()) / args.kills
-        while len(acknowledged) < threshold and not sending.done():
-            await asyncio.sleep(0.01)
+    for number in range(args.kills + 1):
+        threshold = len(requests) * (number + draw.random() * (number < args.kills)) / max(1, args.kills)
+        await _wait(sending, acknowledged, threshold)
+        if number == args.kills or sending.done():
+            break
         name = draw.choice(system.names)
         await asyncio.to_thread(system.kill, name)
         killed[name] += 1
         print(f"{len(acknowledged):>9,} acknowledged, killed {name}", file=sys.stderr, flush=True)
-    await sending
+    if not sending.done():
+        print(f"no acknowledgement for {STALLED:g} s", file=sys.stderr)
+        sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
     return acknowledged, killed
 
 
@@ -124,6 +138,7 @@ def main() -> None:
             found = Counts(store, cache).get(list(expected))
             wrong = [answer for answer, count in expected.items() if found[answer] != count]
             checks = {
+                "never acknowledged": len({r.id for r in requests}) - len(acknowledged),
                 "acknowledged and not in the log": len(acknowledged - logged), "wrong counts": len(wrong),
                 "counts that differ from memberships": len(reconcile_counts(store, cache).wrong),
                 "rows that a replay changes": len({*rows(store)} ^ {*replayed(log)}),

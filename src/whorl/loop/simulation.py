@@ -22,6 +22,7 @@ from whorl.loop.counter.cache import SECONDS, LocalCache
 from whorl.loop.counter.counts import Counts
 from whorl.loop.counter.likes import THUMBS, LikesView
 from whorl.loop.events import FEEDBACK, FeedbackGiven, FeedbackKind
+from whorl.loop.streams.runner import lag_of
 from whorl.loop.streams.store import ViewStore
 from whorl.loop.streams.view import FoldedView, ViewEffect
 from whorl.loop.streams.worker import ViewWorker
@@ -113,7 +114,7 @@ class SimulatedWorld:
                 self._step()
             self.log.append(FEEDBACK, *(event for _, event in self.copies))
             self.workers, self.now = [(0.0, None)], self.now + 2 * SESSION
-            while self.surfaced is None and self._work(0) != "idle":
+            while self.surfaced is None and (self._work(0) != "idle" or lag_of(self.view, self.log, self.store)):
                 pass
             return self.violations()
         finally:

