@@ -83,6 +83,8 @@ class System:
             options = {"storage": "s3://tansu/", "environment": self._start_s3()} if kind == "kafka" else {}
             self.servers["log"] = self._stack.enter_context(running(kind, **options))
             self.urls["--log"] = self.servers["log"].url
+            if kind == "kafka":  # Tansu returns nothing from S3 within the default of 5 ms
+                self.urls["--log"] += "?fetch.wait.max.ms=50"
         if kind == "postgresql":
             self.urls["--views"] = self.urls["--log"]
             port = free_port()

@@ -245,7 +245,7 @@ class _PartitionReader:
 
     def __init__(self, log: KafkaLog, topic: str, partition: int) -> None:
         self._log, self._place, self._lock = log, (topic, partition), threading.Lock()
-        self.consumer = Consumer(log._settings | _CONSUMER)
+        self.consumer = Consumer(_CONSUMER | log._settings)
 
     def fetch(self, offset: int, limit: int) -> list[Message]:
         """Return messages from an offset on; empty only at the end."""

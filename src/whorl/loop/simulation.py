@@ -114,7 +114,9 @@ class SimulatedWorld:
                 self._step()
             self.log.append(FEEDBACK, *(event for _, event in self.copies))
             self.workers, self.now = [(0.0, None)], self.now + 2 * SESSION
-            while self.surfaced is None and (self._work(0) != "idle" or lag_of(self.view, self.log, self.store)):
+            while self.surfaced is None and (
+                self._work(0) != "idle" or lag_of(self.view, self.log, self.store)
+            ):
                 pass
             return self.violations()
         finally:
