@@ -108,10 +108,12 @@ def test_the_feed_has_counts_raters_and_clicks_by_day(log, store):
 def test_an_export_that_was_killed_leaves_nothing_twice(log, tmp_path, monkeypatch):
     monkeypatch.setattr("whorl.loop.counter.warehouse.RANGE", 4)
     expected = [("1970-01-02", "small", 1, 0), ("1970-01-03", "large", 1, 0), ("1970-01-03", "small", 0, 1)]
-    assert export_events(log, tmp_path) == 7
-    assert likes_per_day(tmp_path) == expected and export_events(log, tmp_path) == 0
+    for _ in range(2):
+        export_events(log, tmp_path)
+        assert likes_per_day(tmp_path) == expected
     (tmp_path / "offsets.json").write_text("{}")  # killed before the offsets moved
-    assert export_events(log, tmp_path) == 7 and likes_per_day(tmp_path) == expected
+    export_events(log, tmp_path)
+    assert likes_per_day(tmp_path) == expected
     for n in range(10):
         click(log, "ada", "c1", ("dislike", "like")[n % 2], 10 + n, at=DAY)
         export_events(log, tmp_path)

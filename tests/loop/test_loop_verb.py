@@ -125,7 +125,7 @@ def postgres():
 def test_rows_in_postgresql_are_those_of_sqlite(postgres, urls):
     with open_log(urls["--log"]) as log:
         create_topics(log)
-        log.append(FEEDBACK, *clicks(0, 300), FeedbackGiven("nul \0", "c\0", "like").event("nul", 1.0))
+        log.append(FEEDBACK, *clicks(0, 300), FeedbackGiven("nul", "c\0", "like").event("nul", 1.0))
         found = []
         for url, limit in ((postgres, 7), (urls["--views"], 1000)):
             with ViewStore(url) as store:

@@ -36,8 +36,8 @@ _DATA = {
 }  # as text
 
 
-def export_events(log: Log, folder: Path) -> int:
-    """Write the events that are new since the last export; return how many.
+def export_events(log: Log, folder: Path) -> None:
+    """Write the events that are new since the last export.
 
     Raises:
         OffsetRemovedError: retention removed events that were not exported.
@@ -45,7 +45,6 @@ def export_events(log: Log, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "offsets.json"
     done: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
-    written = 0
     for topic in _DATA:
         for partition, (first, end) in enumerate(log.bounds(topic)):
             name = f"{topic}/{partition}"
@@ -58,10 +57,8 @@ def export_events(log: Log, folder: Path) -> int:
                     start, offset if start < first else 0
                 )  # a range without its beginning is continued
                 _write_range(log, folder / topic, topic, partition, start, until)
-                written, offset = written + until - offset, until
-                done[name] = offset
+                done[name] = offset = until
                 write_atomic(path, json.dumps(done))
-    return written
 
 
 def _write_range(log: Log, folder: Path, topic: str, partition: int, start: int, end: int) -> None:

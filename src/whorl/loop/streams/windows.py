@@ -46,7 +46,7 @@ class TumblingWindow:
 
     def closed(self, state: ViewState, mark: float) -> dict[str, Any]:
         """Return the windows to which nothing is added any more. mark: `watermark`."""
-        last = math.floor(mark) - self.seconds + 1 if mark > self.seconds else 0
+        last = math.floor(mark) - self.seconds + 1 if mark >= self.seconds else 0
         return state.scan(self.table, "", f"{last:012d}")
 
 
