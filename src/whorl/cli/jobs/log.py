@@ -10,6 +10,8 @@ whorl log copy sqlite:events.db postgresql://localhost/events
 from __future__ import annotations
 
 import sys
+import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,9 +24,7 @@ if TYPE_CHECKING:
 LogOption = Annotated[
     str | None,
     typer.Option(
-        "--log",
-        metavar="URL",
-        help="sqlite:FILE, postgresql://, nats:// or kafka://; else $WHORL_LOG, else the store's.",
+        "--log", metavar="URL", help="sqlite:FILE, postgresql://...; else $WHORL_LOG, else the store's."
     ),
 ]
 TopicArgument = Annotated[str, typer.Argument(metavar="TOPIC", help="A topic; `whorl log info` lists them.")]
@@ -56,10 +56,8 @@ def info(log: LogOption = None, store: StoreOption = None) -> None:
         rows, lags = [], []
         for name, config in topics.items():
             bounds = opened.bounds(name)
-            ends = [
-                opened.fetch(name, p, at, 1) for p, (a, b) in enumerate(bounds) if a < b for at in (a, b - 1)
-            ]
-            times = [record.recorded for found in ends for record in found]
+            places = [(p, at) for p, (a, b) in enumerate(bounds) if a < b for at in (a, b - 1)]
+            times = [record.recorded for place in places for record in opened.fetch(name, *place, 1)]
             changed = config.model_dump(exclude_defaults=True, exclude={"partitions"})
             settings = " ".join(f"{field}={value}" for field, value in changed.items())
             rows.append(
@@ -70,9 +68,8 @@ def info(log: LogOption = None, store: StoreOption = None) -> None:
             )  # fmt: skip
             lags += [[group, name, f"{lag:,}"] for group, lag in sorted(opened.lags(name).items())]
         print()
-        print_table(
-            ("topic", "partitions", "kept", "written", "first", "last", "settings"), rows, ("settings",)
-        )
+        heads = ("topic", "partitions", "kept", "written", "first", "last", "settings")
+        print_table(heads, rows, ("settings",))
         if lags:
             print()
             print_table(("group", "topic", "lag"), lags, ("topic",))
@@ -94,31 +91,23 @@ def tail(
 
         whorl log tail feedback -n 0 --follow --json
     """
-    import time
-
     with _open(log, store) as opened:
         at = [max(first, end - n) for first, end in opened.bounds(topic)]
         while True:
             found: list[LogRecord] = []
             for p, offset in enumerate(at):
-                if some := opened.fetch(topic, p, offset):
-                    at[p] = some[-1].offset + 1
-                    found += some
+                found += (some := opened.fetch(topic, p, offset))
+                at[p] = some[-1].offset + 1 if some else offset
             for record in sorted(found, key=lambda each: each.recorded):
-                (_print_json if json else _print_record)(record)
-            if not found:
-                if not follow:
-                    return
-                sys.stdout.flush()
-                time.sleep(POLL_SECONDS)
+                print(_line(record, json))
+            if not (found or follow):
+                return
+            sys.stdout.flush()
+            time.sleep(0 if found else POLL_SECONDS)
 
 
 def replay(
-    topic: TopicArgument,
-    since: Since = "",
-    to: Since = "",
-    log: LogOption = None,
-    store: StoreOption = None,
+    topic: TopicArgument, since: Since = "", to: Since = "", log: LogOption = None, store: StoreOption = None
 ) -> None:
     """Print the records of a topic as JSONL, partition by partition, each with its place in the log.
 
@@ -132,15 +121,13 @@ def replay(
     with _open(log, store) as opened:
         for record in opened.replay(topic, _moment(since) if since else 0.0):
             if record.recorded < until:
-                _print_json(record)
+                print(_line(record, True))
 
 
 def copy(
     source: Annotated[str, typer.Argument(metavar="FROM", help="URL of a log.")],
     target: Annotated[str, typer.Argument(metavar="TO", help="URL of another one.")],
-    topic: Annotated[
-        list[str] | None, typer.Option("--topic", help="Only this one; may be repeated.")
-    ] = None,
+    topic: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
     partitions: Annotated[int | None, typer.Option(min=1, max=1024, help="Of new topics in TO.")] = None,
 ) -> None:
     """Copy topics into another log. Events keep their ids, so the same command continues after an interruption.
@@ -156,18 +143,15 @@ def copy(
     """
     from itertools import islice
 
-    from whorl.log import TopicConfig, open_log
+    from whorl.log import open_log
     from whorl.log.event import UnreadableRecordError
 
     with _open(source, None) as old, open_log(target) as new:
         for name in topic or list(old.topics()):
             config = old.topic(name)
-            n = partitions or config.partitions
-            there = new.topics().get(name)
-            new.create(
-                name,
-                TopicConfig(**{**config.model_dump(), "partitions": n}) if partitions or not there else None,
-            )
+            if partitions or name not in new.topics():
+                config = config.model_copy(update={"partitions": partitions or config.partitions})
+                new.create(name, config)
             before, read, unreadable = sum(bound.next for bound in new.bounds(name)), 0, 0
             records = old.replay(name)
             while some := list(islice(records, 1000)):
@@ -199,50 +183,34 @@ def trim(topic: TopicArgument, log: LogOption = None, store: StoreOption = None)
         print(f"{topic}: {removed:,} offsets removed by retention, {compacted:,} records by compaction")
 
 
-def _print_json(record: LogRecord) -> None:
-    """Print a record as a line of JSON: its place, and its event or its bytes if they are none."""
+def _line(record: LogRecord, json: bool) -> str:
+    """Return a record as JSON with its place, or shortened; its bytes if they are no event."""
     import orjson
-
-    from whorl.log.event import UnreadableRecordError
-
-    place: dict[str, Any] = {
-        "topic": record.topic, "partition": record.partition, "offset": record.offset, "recorded": record.recorded,
-    }  # fmt: skip
-    try:
-        record.event()
-        place["event"] = orjson.Fragment(record.value)
-    except UnreadableRecordError:
-        place["unreadable"] = record.value.decode(errors="backslashreplace")
-    print(orjson.dumps(place).decode())
-
-
-def _print_record(record: LogRecord) -> None:
-    """Print a record in one line, shortened."""
-    import time
 
     from whorl.errors import shorten
     from whorl.log.event import UnreadableRecordError
 
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.recorded))
+    place: dict[str, Any] = {
+        name: getattr(record, name) for name in ("topic", "partition", "offset", "recorded")
+    }
     try:
         event = record.event()
-        data = event.data if event.data is not None else {"deleted": True}
-        shown = " ".join(
-            f"{k}={'sealed' if k == 'sealed' else shorten(str(v), 40)}"
-            for k, v in data.items()
-            if v not in ("", [], {})
-        )
-        text = f"{event.type}  {event.key}  {shown}"
+        data = {"deleted": True} if event.data is None else {k: v for k, v in event.data.items() if v}
+        shown = (f"{k}={'sealed' if k == 'sealed' else shorten(str(v), 40)}" for k, v in data.items())
+        text, place["event"] = f"{event.type}  {event.key}  {' '.join(shown)}", orjson.Fragment(record.value)
     except UnreadableRecordError as error:
-        text = f"unreadable: {error.what}"
-    print(f"{when}  {record.partition}/{record.offset}  {shorten(text, 160)}")
+        text, place["unreadable"] = (
+            f"unreadable: {error.what}",
+            record.value.decode(errors="backslashreplace"),
+        )
+    if json:
+        return orjson.dumps(place).decode()
+    when = datetime.fromtimestamp(record.recorded).isoformat(" ", "seconds")
+    return f"{when}  {record.partition}/{record.offset}  {shorten(text, 160)}"
 
 
 def _moment(text: str) -> float:
     """Return seconds since 1970. Raises ConfigError."""
-    import time
-    from datetime import UTC, datetime
-
     from whorl.errors import ConfigError
 
     try:
@@ -251,9 +219,8 @@ def _moment(text: str) -> float:
         when = datetime.fromisoformat(text)
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
-        raise ConfigError(
-            f"the time {text!r}", expected="2026-11-30T10:00 (UTC), or 90s, 15m, 2h, 3d ago"
-        ) from None
+        expected = "2026-11-30T10:00 (UTC), or 90s, 15m, 2h, 3d ago"
+        raise ConfigError(f"the time {text!r}", expected=expected) from None
 
 
 def _open(url: str | None, store: str | None) -> Log:
@@ -268,8 +235,6 @@ def _open(url: str | None, store: str | None) -> Log:
     path = Path(url.removeprefix("sqlite:").removeprefix("//"))
     if url.startswith("sqlite:") and url != "sqlite:" and not path.is_file():
         raise ConfigError(
-            f"there is no log {path}",
-            expected="a log",
-            do="`whorl serve MODEL --log` makes one, or give --log URL",
+            f"there is no log {path}", do="`whorl serve MODEL --log` makes one, or give --log URL"
         )
     return open_log(url)
