@@ -71,7 +71,14 @@ def test_a_range_is_read_again_as_it_was(tmp_path):
     assert dataclasses.asdict(again) == dataclasses.asdict(first)
     assert log_identity(open_log(log.url)) == identity
     assert read_events(log, keys, current_offsets(log), 0.2).left_out["unreadable"] == 1
-    assert latest_completion(log)["id"] == "x"
+    append(
+        log,
+        keys,
+        completion("d", "2?", "yes", digest="def", arm="challenger"),
+        completion("e", "2?", "yes"),
+        start=20,
+    )
+    assert latest_completion(log)["id"] == "c"
 
 
 def test_a_log_without_topics_is_refused(tmp_path):

@@ -137,10 +137,14 @@ def _vote_key(given: FeedbackGiven) -> tuple[str, ...]:
 
 
 def latest_completion(log: Log) -> Mapping[str, Any]:
-    """Return the newest completion of a log, with its text sealed; empty without one."""
+    """Return the newest completion of a model that is an artifact and no challenger, with its text sealed; empty without one.
+
+    Only the last records of each partition are read.
+    """
     newest: tuple[float, Mapping[str, Any]] = (0.0, {})
     for partition, (first, end) in enumerate(log.bounds(COMPLETIONS) if COMPLETIONS in log.topics() else ()):
-        for record in log.fetch(COMPLETIONS, partition, max(first, end - 1), 1):
-            if record.recorded > newest[0]:
-                newest = (record.recorded, record.event(SCHEMAS).data or {})
+        for record in log.fetch(COMPLETIONS, partition, max(first, end - 100), 100):
+            data = record.event(SCHEMAS).data or {}
+            if record.recorded >= newest[0] and data.get("digest") and data.get("arm") != "challenger":
+                newest = (record.recorded, data)
     return newest[1]

@@ -74,6 +74,6 @@ def events(ctx: StepContext, config: EventsConfig) -> None:
     headline = f"{len(found.completions):,} completions, {len(found.feedback):,} votes of {len(found.actors):,} actors"
     ctx.summary.update(
         completions=len(found.completions), feedback=counts, actors=len(found.actors), left_out=dict(found.left_out),
-        models=sorted({row["digest"] for row in found.completions}),
+        models=sorted({row["digest"] for row in found.completions} - {""}),
         headline=headline + (f"; left out: {left_out}" if left_out else ""),
     )  # fmt: skip
