@@ -64,7 +64,11 @@ def test_a_range_is_read_again_as_it_was(tmp_path):
     offsets, identity = current_offsets(log), log_identity(log)
     first = read_events(log, keys, offsets, 0.2)
     append(
-        log, keys, completion("c", "2?", "yes", model="newer"), FeedbackGiven("bob", "a", "dislike"), start=10
+        log,
+        keys,
+        completion("c", "2?", "yes", model="newer", digest="abc"),
+        FeedbackGiven("bob", "a", "dislike"),
+        start=10,
     )
     log.append(COMPLETIONS, Event("completion.made", "x", {"id": "x"}))  # no completion of this version
     again = read_events(log, keys, offsets, 0.2)

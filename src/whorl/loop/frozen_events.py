@@ -137,9 +137,9 @@ def _vote_key(given: FeedbackGiven) -> tuple[str, ...]:
 
 
 def latest_completion(log: Log) -> Mapping[str, Any]:
-    """Return the newest completion of a model that is an artifact and no challenger, with its text sealed; empty without one.
+    """Return the newest completion of a model that is an artifact and no challenger, with its text sealed.
 
-    Only the last records of each partition are read.
+    Only the last records of each partition are read. Empty without one.
     """
     newest: tuple[float, Mapping[str, Any]] = (0.0, {})
     for partition, (first, end) in enumerate(log.bounds(COMPLETIONS) if COMPLETIONS in log.topics() else ()):
