@@ -23,7 +23,7 @@ _SINGLE = (bool, int, float, str)
 # User information of a URL, and the values of parameters that give access.
 _CREDENTIALS = re.compile(
     r"""(https?://)[^\s/'"]+@|(://)[^\s/'"@:]*:[^\s/'"]*@"""
-    r"""|([?&;](?:x-(?:amz|goog)-[a-z-]+|[a-z_-]*(?:key|token|secret|password)|sig|signature|pwd)=)[^\s&;#'"]+""",
+    r"""|([?&;](?:x-(?:amz|goog)-[a-z-]+|[a-z._-]*(?:key|token|secret|password)|sig|signature|pwd)=)[^\s&;#'"]+""",
     re.IGNORECASE,
 )
 

@@ -88,18 +88,19 @@ class KafkaLog(port.Log):
         self._make_topic(topic, config.partitions, settings)
 
     def _make_topic(self, topic: str, partitions: int, settings: dict[str, str]) -> None:
-        made = self._admin.create_topics([NewTopic(topic, partitions, config=_KEPT | settings)])[topic]
+        found = self._admin.list_topics(timeout=SECONDS).topics.get(topic)
         try:
-            made.result(SECONDS)
-        except (KafkaException, TimeoutError) as error:  # it exists, or may not be made by this user
-            found = self._admin.list_topics(topic, timeout=SECONDS).topics[topic]
-            if found.error is not None:
+            if found is None:
+                made = self._admin.create_topics([NewTopic(topic, partitions, config=_KEPT | settings)])
+                made[topic].result(SECONDS)
+        except (KafkaException, TimeoutError) as error:  # another client was faster, or it may not be made
+            if (found := self._admin.list_topics(timeout=SECONDS).topics.get(topic)) is None:
                 raise self._unavailable(error) from error
-            if len(found.partitions) != partitions:
-                raise ConfigError(
-                    f"the topic {topic!r} of the broker has {len(found.partitions)} partitions",
-                    expected=str(partitions), do="delete it, or give another name",
-                ) from error  # fmt: skip
+        if found and len(found.partitions) != partitions and topic != DOCUMENTS:
+            raise ConfigError(
+                f"the topic {topic!r} of the broker has {len(found.partitions)} partitions",
+                expected=str(partitions), do="delete it, or give another name",
+            )  # fmt: skip
 
     def submit(self, topic: str, events: Sequence[Event]) -> Future[list[Position]]:
         self._check_open()

@@ -12,7 +12,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar
 
 from whorl.log.event import TOMBSTONE_END, Event, LogRecord
@@ -146,7 +146,8 @@ class SqlLog(Log):
             self._writer.close()
             self._closed = True
             for connection in list(self._connections):
-                connection.close()
+                with suppress(Exception):  # another thread uses it
+                    connection.close()
 
     def _write(self, batch: Sequence[Submission]) -> list[list[Position]]:
         """Append all submissions in one transaction."""

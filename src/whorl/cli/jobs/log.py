@@ -44,28 +44,28 @@ def info(log: LogOption = None, store: StoreOption = None) -> None:
     """
     from whorl.cli.options import format_time
     from whorl.cli.text_table import print_table
+    from whorl.errors import without_credentials
 
     with _open(log, store) as opened:
         given = opened.guarantees
-        print(f"{opened.url}\nsurvives    {given.survives}\nduplicates  {given.duplicates}")
+        print(
+            f"{without_credentials(opened.url)}\nsurvives    {given.survives}\nduplicates  {given.duplicates}"
+        )
         for what, why in given.misses:
             print(f"misses      {what}: {why}")
         if not (topics := opened.topics()):
             print("\nno topics yet: `whorl serve MODEL --log` makes them")
             return
-        rows, lags = [], []
+        rows, lags = list[list[str]](), list[list[str]]()
         for name, config in topics.items():
             bounds = opened.bounds(name)
             places = [(p, at) for p, (a, b) in enumerate(bounds) if a < b for at in (a, b - 1)]
             times = [record.recorded for place in places for record in opened.fetch(name, *place, 1)]
             changed = config.model_dump(exclude_defaults=True, exclude={"partitions"})
             settings = " ".join(f"{field}={value}" for field, value in changed.items())
-            rows.append(
-                [
-                    name, str(config.partitions), f"{sum(b - a for a, b in bounds):,}", f"{sum(b for _, b in bounds):,}",
-                    *(format_time(each(times)) if times else "-" for each in (min, max)), settings or "-",
-                ]
-            )  # fmt: skip
+            counts = [config.partitions, sum(b - a for a, b in bounds), sum(b for _, b in bounds)]
+            ends = [format_time(each(times)) if times else "-" for each in (min, max)]
+            rows.append([name, *(f"{count:,}" for count in counts), *ends, settings or "-"])
             lags += [[group, name, f"{lag:,}"] for group, lag in sorted(opened.lags(name).items())]
         print()
         heads = ("topic", "partitions", "kept", "written", "first", "last", "settings")
