@@ -60,7 +60,7 @@ def loop(
     from whorl.loop.streams.store import ViewStore, default_views
     from whorl.store import Store
 
-    folder = Store(store).location
+    folder = Store(store).root
     log_url, views_url = log or default_log(folder), views or default_views(folder)
     for name in rebuild or ():
         view = {view.name: view for view in VIEWS}.get(name)

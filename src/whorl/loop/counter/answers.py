@@ -44,6 +44,10 @@ class AnswersView(FoldedView):
         return None
 
     def apply(self, state: ViewState, items: Sequence[ViewItem]) -> Iterable[ViewEffect]:
+        given = [item.value for item in items if isinstance(item.value, FeedbackGiven)]
+        state.load("voted", [member_key(one.actor, one.answer) for one in given])
+        for table in ("raters", "erased"):
+            state.load(table, [one.actor for one in given])
         for item in items:
             value = item.value
             if isinstance(value, FeedbackGiven):

@@ -18,6 +18,8 @@ Equal records must give equal rows, in any batches and with any partition first;
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -60,6 +62,7 @@ class ViewState:
         self._store, self._view, self.partitions = store, view, partitions
         self._known = dict[tuple[str, str], Any]()
         self.written = dict[tuple[str, str], Any]()  # None: deleted
+        self._keys = defaultdict[str, list[str]](list)  # written, of each table, sorted
 
     def load(self, table: str, keys: Iterable[str]) -> None:
         """Fetch rows in one query, before `get` of each."""
@@ -74,6 +77,8 @@ class ViewState:
 
     def put(self, table: str, key: str, value: Any) -> None:
         """Replace a row; None deletes it."""
+        if (table, key) not in self.written:
+            insort(self._keys[table], key)
         self._known[table, key] = self.written[table, key] = value
 
     def add(self, table: str, key: str, amount: float = 1) -> None:
@@ -82,9 +87,10 @@ class ViewState:
     def scan(self, table: str, low: str, high: str) -> dict[str, Any]:
         """Return the rows with low <= key < high, sorted by key."""
         found = self._store.scan(self._view, table, low, high)
-        for (name, key), value in self.written.items():
-            if name == table and low <= key < high:
-                found[key] = value
+        keys = self._keys[table]
+        found |= {
+            key: self.written[table, key] for key in keys[bisect_left(keys, low) : bisect_left(keys, high)]
+        }
         return {key: found[key] for key in sorted(found) if found[key] is not None}
 
 
