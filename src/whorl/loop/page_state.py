@@ -26,11 +26,19 @@ CURVE_POINTS = 101
 
 
 class PageState:
-    """Reads the log and the views of a store. Its methods may be called from any thread."""
+    """Reads the log and the views of a store. Its methods may be called from any thread. views, cache: as `whorl loop`."""
 
-    def __init__(self, store: Store, log: Log, keys: ActorKeys, secret: bytes) -> None:
+    def __init__(
+        self,
+        store: Store,
+        log: Log,
+        keys: ActorKeys,
+        secret: bytes,
+        views: str | None = None,
+        cache: str = "",
+    ) -> None:
         self.store, self.log, self.keys, self.secret = store, log, keys, secret
-        self.counts = Counts.open(default_views(store.root))
+        self.counts = Counts.open(views or default_views(store.root), cache)
         self._gate, self._gate_lock = GateState(), threading.Lock()
         self._compared: tuple[int, dict[str, Any] | None] = 0, None  # modification time of the artifacts
 

@@ -21,6 +21,7 @@ from whorl.loop.actor_keys import PRIVATE, ActorKeys
 from whorl.loop.events import COMPLETIONS, CompletionMade, create_topics
 from whorl.loop.feedback_token import TOKEN_SECONDS, issue_token, load_secret
 from whorl.loop.page_state import PageState
+from whorl.serve.config import EventLogConfig
 from whorl.store import Store
 
 LOG = logging.getLogger("whorl.serve")
@@ -41,17 +42,18 @@ class CompletionLog:
         create_topics(log)
 
     @classmethod
-    def open(cls, store: str | Path | None = None, url: str | None = None) -> CompletionLog:
-        """Open the log of a store, or that at `url`, with the keys and the secret of the store.
+    def open(cls, store: str | Path | None = None, config: EventLogConfig | None = None) -> CompletionLog:
+        """Open the log and the views of a store, or those that `config` names, with the keys and the secret of the store.
 
         Raises:
-            ConfigError, DataError, LogUnavailableError: as `open_log` and `load_secret`.
+            ConfigError, DataError, LogUnavailableError, ViewsUnavailableError: one of them cannot be opened.
         """
+        config = config or EventLogConfig()
         opened = Store(store)
         folder = opened.root / "log"
         keys, secret = ActorKeys(folder / "keys.db"), load_secret(folder / "secret")
-        made = cls(open_log(url or default_log(opened.root)), keys, secret)
-        made.pages = PageState(opened, made.log, keys, secret)
+        made = cls(open_log(config.log_url or default_log(opened.root)), keys, secret)
+        made.pages = PageState(opened, made.log, keys, secret, config.views, config.count_cache)
         return made
 
     async def append(self, topic: str, event: Event, timeout: float = APPEND_SECONDS) -> None:

@@ -126,6 +126,17 @@ class EventLogConfig(BaseModel):
         json_schema_extra={"metavar": "URL"},
     )
 
+    views: str | None = Field(
+        default=None,
+        description="the views of `whorl loop --views`; default: a SQLite file of the store",
+        json_schema_extra={"metavar": "URL"},
+    )
+    count_cache: str = Field(
+        default="",
+        description="the cache of `whorl loop --cache`, redis://HOST; default: in this process",
+        json_schema_extra={"metavar": "URL"},
+    )
+
     @model_validator(mode="after")
     def _check_log(self) -> EventLogConfig:
         if (self.challenger or self.compare) and not self.logs:

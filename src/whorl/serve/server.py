@@ -65,7 +65,7 @@ def make_state(
     Raises:
         ConfigError, DataError, LogUnavailableError: the log cannot be opened.
     """
-    log, shown = CompletionLog.open(places[0].store, events.log_url) if events.logs else None, list(models)
+    log, shown = CompletionLog.open(places[0].store, events) if events.logs else None, list(models)
     second = shown.pop(1) if events.challenger else None
     state = AppState(config, shown, engine, events=log)
     state.compare = events.compare
