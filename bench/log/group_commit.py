@@ -87,6 +87,8 @@ def main() -> None:
     }
     if importlib.util.find_spec("persistqueue"):
         kinds["queue"] = lambda folder: queue_rate(folder, args.writers, args.seconds)
+    else:
+        print("persist-queue is left out: pip install persist-queue")
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(args.rounds):
         for kind, measure in kinds.items():
@@ -95,7 +97,6 @@ def main() -> None:
     ours = median(found["group"])
     for kind, name, bar in (("single", "one commit each", 5.0), ("queue", "persist-queue", 2.0)):
         if kind not in found:
-            print(f"{name} is left out: pip install persist-queue")
             continue
         ratio = median(a / b for a, b in zip(found["group"], found[kind], strict=True))
         claim(

@@ -101,6 +101,26 @@ def test_writers_share_the_log(log, topic):
     assert sorted(numbers(log, topic)) == sorted(w * 100 + i for w in range(8) for i in range(20))
 
 
+def test_a_reader_beside_two_writing_processes_sees_no_gap(url, topic):
+    """An offset never appears before a smaller one, whichever transaction commits first."""
+    with open_log(url) as log, open_log(url) as one, open_log(url) as two:
+        log.create(topic, TopicConfig(partitions=1))
+
+        def write(own: Log, number: int) -> None:
+            for i in range(25):
+                own.append(topic, *(Event("e", f"{number}", {"n": i}) for _ in range(1 + i % 3)))
+
+        threads = [
+            threading.Thread(target=write, args=pair) for pair in ((one, 0), (one, 1), (two, 2), (two, 3))
+        ]
+        for thread in threads:
+            thread.start()
+        seen: list[int] = []
+        while any(thread.is_alive() for thread in threads) or len(seen) < log.bounds(topic)[0].next:
+            seen += [record.offset for record in log.fetch(topic, 0, len(seen))]
+        assert seen == list(range(4 * 49))
+
+
 def test_members_share_partitions_and_groups_read_everything(log, topic):
     log.create(topic, TopicConfig(partitions=4))
     fill(log, 40, topic, keys=40)

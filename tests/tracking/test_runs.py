@@ -238,6 +238,7 @@ def test_environment_records_listed_settings_only(monkeypatch: pytest.MonkeyPatc
         ("https://host/a?X-Amz-Security-Token=hunter2", "https://host/a?X-Amz-Security-Token=***"),
         ("https://host/v1?api-key=hunter2 failed", "https://host/v1?api-key=*** failed"),
         ("postgresql://me@host/a and me@host", "postgresql://me@host/a and me@host"),
+        ("kafka://host:1?sasl.password=hunter2&x=1", "kafka://host:1?sasl.password=***&x=1"),
         ("a?token=hunter2 without a URL", "a?token=hunter2 without a URL"),
     ],
 )
