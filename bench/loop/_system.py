@@ -154,6 +154,7 @@ class System:
 
 @contextmanager
 def started(kind: str, folder: Path, loop: str = "") -> Iterator[System]:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its processes end too
     system = System(kind, folder, loop)
     try:
         system.start()
