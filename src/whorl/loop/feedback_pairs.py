@@ -6,7 +6,8 @@
                     other answers with thumbs                               label
 
 Records have the fields of `Preference` and `UnpairedPreference` (align/data/formats.py), and the logged token ids, which
-training uses unchanged. Votes are joined by `raters.py`; an answer or a pair whose raters disagree is left out.
+training uses unchanged. `source` is the model that made the answer. Votes are joined by `raters.py`; an answer or a pair whose
+raters disagree is left out.
 """
 
 from __future__ import annotations
@@ -72,7 +73,11 @@ class _RatedAnswer:
         """Return the fields of the prompt; forced: ids of the answers that belong to it."""
         given = self.row["prompt"]
         prompt = given if isinstance(given, str) else tuple(given)
-        return {"prompt": prompt, "prompt_ids": (*self.row["prompt_ids"], *forced), "source": "feedback"}
+        return {
+            "prompt": prompt,
+            "prompt_ids": (*self.row["prompt_ids"], *forced),
+            "source": self.row["digest"],
+        }
 
     def side(self, name: str, forced: Sequence[int], text: str | None = None) -> dict[str, Any]:
         """Return the fields of an answer; text: in place of the logged answer, without ids."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 ROLES = ("champion", "challenger")
 MAX_ANSWER, ROOM = 512, 32  # ids of an answer, and of the end of a prompt that is generated again
+MIN_OWN = 50  # held-out preferences of the champion, from which on those of earlier models are left out
 Networks = dict[str, Any]  # role -> PolicyModel
 
 
@@ -156,8 +157,8 @@ def _implicit_reward(
 
     folder = ctx.parent_folder("preferences")
     kept = LengthFilter(min(network.model.declared_length for network in networks.values()))
-    pairs = tokenize_pairs(encoder, read_preferences(folder, "test"), kept)
-    single = tokenize_unpaired(encoder, read_unpaired(folder, "test"), kept)
+    pairs = tokenize_pairs(encoder, _of_champion(ctx, read_preferences(folder, "test")), kept)
+    single = tokenize_unpaired(encoder, _of_champion(ctx, read_unpaired(folder, "test")), kept)
     texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)] or [
         one.example for one in single
     ]
@@ -177,6 +178,12 @@ def _implicit_reward(
     return {
         "liked over disliked": _share([others[j] for _, j in every], [liked[i] for i, _ in every], clusters)
     }
+
+
+def _of_champion(ctx: StepContext, items: list[Any]) -> list[Any]:
+    """Return the champion's own answers, if they are enough; those of earlier models show less of what has changed."""
+    own = [item for item in items if item.source == ctx.parents["champion"].address]
+    return own if len(own) >= MIN_OWN else items
 
 
 def _report(ctx: StepContext, result: dict[str, Any]) -> None:
