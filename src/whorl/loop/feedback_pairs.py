@@ -6,8 +6,8 @@
                     other answers with thumbs                               label
 
 Records have the fields of `Preference` and `UnpairedPreference` (align/data/formats.py), and the logged token ids, which
-training uses unchanged. `source` is the model that made the answer. Votes are joined by `raters.py`; an answer or a pair whose
-raters disagree is left out.
+training uses unchanged. `source` is the model that made the answer. Votes are joined by `raters.py`; an answer or a pair
+whose raters disagree is left out.
 """
 
 from __future__ import annotations
