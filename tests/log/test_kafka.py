@@ -1,4 +1,4 @@
-"""What is particular to Kafka: tombstones, documents by the order of a topic, and librdkafka's mock of a cluster."""
+"""Kafka: tombstones, documents by the order of a topic, and librdkafka's mock of a cluster."""
 
 from __future__ import annotations
 

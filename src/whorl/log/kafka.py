@@ -197,7 +197,7 @@ class KafkaLog(port.Log):
             return [name for name in self._contents if name.startswith(prefix)]
 
     def _fold(self, until: int | None = None) -> bool:
-        """Apply proposals up to the end, or up to an offset; return whether the last one took effect."""
+        """Apply proposals to the end, or at least up to an offset; return whether the one there took effect."""
         accepted = False
         while until is None or self._folded <= until:
             try:
@@ -208,11 +208,12 @@ class KafkaLog(port.Log):
             if not found and until is None:
                 break
             for message in found:
-                self._folded, headers, accepted = message.offset() + 1, dict(message.headers() or ()), False
+                self._folded, headers = message.offset() + 1, dict(message.headers() or ())
                 if self._complete and "version" in headers:
                     name, version = message.key().decode(), int(headers["version"])
-                    if accepted := self._contents.get(name, (b"", 0))[1] == version:
+                    if self._contents.get(name, (b"", 0))[1] == version:
                         self._contents[name] = (message.value() or b"", version + 1)
+                        accepted |= message.offset() == until  # others may follow in the same fetch
                 elif not self._complete and int(headers.get("snapshot", -1)) >= self._kept:
                     stored = orjson.loads(message.value())
                     self._contents = {name: (text.encode("latin-1"), v) for name, (text, v) in stored.items()}
