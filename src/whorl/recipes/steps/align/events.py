@@ -29,7 +29,7 @@ class EventsConfig(BaseModel):
     since: datetime | None = Field(default=None, description="leave out what was recorded before this time")
     until: datetime | None = Field(default=None, description="leave out what was recorded from this time on")
     test_fraction: float = Field(
-        default=0.2, gt=0, lt=1, description="held-out fraction of the prompts, by a hash of their token ids"
+        default=0.2, gt=0, lt=1, description="held-out fraction of the prompts, by a hash of the prompt"
     )
     log_id: str = Field(default="", description="identity of the log; computed")
     offsets: dict[str, list[tuple[int, int]]] = Field(
