@@ -26,7 +26,7 @@ from whorl.serve.config import EventLogConfig, ServeConfig
 from whorl.serve.server import make_state
 from whorl.serve.worker import served_name
 from whorl.serve.worker.disaggregated_model import ModelEngineFactory
-from whorl.serve.worker.several_models import find_challenger, find_models, load_models
+from whorl.serve.worker.several_models import find_challenger, find_models, load_models, promoted_name
 from whorl.store import Build, Store
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -66,6 +66,16 @@ def serve(home: Path, ref: str, is_open: bool = False, **fields: Any) -> AppStat
         places.append(find_challenger(events.challenger, str(home), places[0]))
     models, engine = load_models(places, ModelEngineFactory(places[0], MACHINE, SIZES, 256, 1 << 20))
     return make_state(ServeConfig(port=0), events, places, models, engine, is_open=is_open)
+
+
+def test_a_server_that_starts_after_a_promotion_serves_the_promoted_model(home: Path) -> None:
+    store = Store(home)
+    assert promoted_name("a/m", str(home)) == "a/m"
+    store.set_name("served/a/m", store.open("b/m"))
+    assert promoted_name("a/m", str(home)) == promoted_name("served/a/m", str(home)) == "served/a/m"
+    [place] = find_models(["served/a/m"], str(home))
+    assert place.address == store.open("b/m").address and place.names[:2] == ["a/m", "m"]
+    assert promoted_name("b/m", str(home)) == "b/m"
 
 
 def test_an_open_server_shows_no_texts_of_users(home: Path) -> None:

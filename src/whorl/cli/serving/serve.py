@@ -103,11 +103,13 @@ def serve(
     from whorl.errors import ConfigError
     from whorl.machine.device_probe import probe
     from whorl.serve.worker.model_entry import ServedModel
-    from whorl.serve.worker.several_models import find_challenger, find_models
+    from whorl.serve.worker.several_models import find_challenger, find_models, promoted_name
 
     listening = bind_socket(server)  # before a model is loaded, so that a used port is reported at once
     single = {"--name": served.name, "--adapter": served.adapter, "--chat-template": served.chat_template,
               "--draft": served.draft, "--prefill": processes.prefill, "--decode": processes.decode}  # fmt: skip
+    if events.log:
+        model = [promoted_name(ref, store) for ref in model]
     places = find_models(model, store, served.name, [option for option, value in single.items() if value])
     if events.challenger:
         if served.adapter or processes.prefill or processes.decode or len(model) > 1:
@@ -121,6 +123,12 @@ def serve(
     def ready(url: str) -> None:
         for one in state.models:
             print(f"serving {one.name}: context {one.max_model_len:,} tokens", file=sys.stderr)
+        for ref in model:
+            if ref.startswith("served/"):
+                print(
+                    f"{ref} was promoted; to return: whorl promote --rollback --name {ref[7:]}",
+                    file=sys.stderr,
+                )
         first = models[0]
         if isinstance(first, ServedModel) and not first.chat_template.is_trained:
             print("the model has no trained chat template: the page completes text", file=sys.stderr)

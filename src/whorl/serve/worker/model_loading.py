@@ -68,7 +68,8 @@ class ModelLocation:
             self.folder, self.kind, self.address = artifact.path, artifact.kind, artifact.address
             names = [artifact.name, artifact.name.rpartition("/")[2], ref]
             if ref.startswith(SERVED):  # the artifact behind it changes
-                names = [ref.removeprefix(SERVED), ref]
+                name_of_api = ref.removeprefix(SERVED)
+                names = [name_of_api, name_of_api.rpartition("/")[2], ref]
         self.names = list(dict.fromkeys(([name] if name else []) + names))
 
     def adapter(self, text: str) -> AdapterLocation:

@@ -17,7 +17,8 @@ from whorl.errors import ConfigError
 from whorl.serve.worker.disaggregated_model import ModelEngineFactory, load_disaggregated_model
 from whorl.serve.worker.engine_group import EngineGroup
 from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
-from whorl.serve.worker.model_loading import CACHE_MEMORY_FRACTION, ModelLocation, load_embedder
+from whorl.serve.worker.model_loading import CACHE_MEMORY_FRACTION, SERVED, ModelLocation, load_embedder
+from whorl.store import Store, user_path
 from whorl.tokens.hf_tokenizer import load_tokenizer
 
 
@@ -45,6 +46,12 @@ def find_models(
     if twice := next((each for each in names if names.count(each) > 1), None):
         raise ConfigError(f"two models have the name {twice!r}", expected="models with different names")
     return places
+
+
+def promoted_name(ref: str, store: str | None) -> str:
+    """Return `served/REF` if a model was promoted as REF, else REF."""
+    is_artifact = not ref.startswith(SERVED) and not (user_path(ref) / "config.json").is_file()
+    return SERVED + ref if is_artifact and SERVED + ref in Store(store).names() else ref
 
 
 def find_challenger(ref: str, store: str | None, champion: ModelLocation) -> ModelLocation:
