@@ -48,6 +48,14 @@ def test_data_of_old_versions_become_new_ones_step_by_step():
         Event("f", "k", {}, version=2).encode(),
         Event("f", "k", {}).encode()[:-20],
     ],
+    ids=[
+        "not UTF-8",
+        "not JSON",
+        "no object",
+        "no attributes",
+        "from the future",
+        "cut",
+    ],  # the same in every worker
 )
 def test_what_is_no_event_is_unreadable_and_names_its_place(value):
     with pytest.raises(UnreadableRecordError, match=r"t/0, offset 7"):
