@@ -152,7 +152,7 @@ def main() -> None:
     }
     failed = any(checks.values())
     claim(
-        f"answers whose count equals a count by brute force, {args.requests:,} requests and {args.kills} SIGKILLs",
+        f"{args.system}: exact counts after {args.requests:,} requests and {args.kills} SIGKILLs",
         ours=len(expected) - len(wrong), peer=len(expected), peer_name="brute force", unit="answers",
         ratio=1 - len(wrong) / len(expected), bar=1.0, ok=failed == (args.system == "noida"), samples=[details],
         variant="" if args.system == "sqlite" else args.system,
