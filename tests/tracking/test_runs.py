@@ -214,7 +214,9 @@ def test_log_shows_control_characters_as_escapes() -> None:
 
 # Secrets
 
-NO_SETTINGS = {"WHORL_API_KEY", "WHORL_CATALOG", "WHORL_ENDPOINT_KEY", "WHORL_HOME", "WHORL_LIMITS_FOLDER"}
+NO_SETTINGS = {
+    "WHORL_API_KEY", "WHORL_CATALOG", "WHORL_ENDPOINT_KEY", "WHORL_HOME", "WHORL_LIMITS_FOLDER", "WHORL_LOG",
+}  # fmt: skip
 
 
 def test_environment_records_listed_settings_only(monkeypatch: pytest.MonkeyPatch) -> None:
