@@ -296,7 +296,7 @@ class Log(ABC):
 
 def unavailable(url: str, problem: object, expected: str) -> LogUnavailableError:
     """Return the error of a back end that took nothing."""
-    return LogUnavailableError(f"{url}: {problem}", expected=expected, do="send the same events again, later")
+    return LogUnavailableError(f"{url}: {problem}", expected=expected, do="check the server, then try again")
 
 
 def checked(config: TopicConfig, topic: str, events: Sequence[Event], limit: int = 1 << 40) -> list[bytes]:

@@ -82,6 +82,7 @@ def promote(*arguments: str) -> str:
 
 def test_promotion_needs_evidence_moves_the_name_and_returns(base: Artifact) -> None:
     store = Store(Path("store"))
+    assert "has no artifact 'nothing/here'" in promote("nothing/here")
     assert "1 whorl: no blind vote and no comparison has " in promote("init_model", "--name", "other")
     trained = run()["preference"]
     assert promote("flywheel/preference").startswith("0 no blind votes; by the step compare, held-out pairs ")

@@ -32,7 +32,7 @@ class NoFence(SimulatedWorld):
 
 
 class BlindIncrement(SimulatedWorld):
-    """Each like adds one, whoever gave it and however often."""
+    """Each like adds one, also a repeated one of the same actor."""
 
     class _Blind(LikesView):
         def apply(self, state, items):

@@ -43,14 +43,15 @@ def promote(
     opened = Store(store).require()
     if rollback == bool(model):
         raise ConfigError("give a model, or --rollback", expected="one of them")
+    challenger = opened.open(model) if model else None  # an unknown one is named first
     with open_log(log or default_log(opened.root)) as events:
         name = name or str(latest_completion(events).get("model", ""))
         tests = [] if rollback else gate_state(events)["tests"]
     if not name:
         raise ConfigError("the log has no completion, so the name is unknown", do="give --name NAME")
-    if rollback:
+    if challenger is None:
         promotion.roll_back(opened, name)
         print(f"served/{name} is {opened.open(f'served/{name}').label} again")
     else:
-        print(promotion.promote(opened, opened.open(model), name, tests))
+        print(promotion.promote(opened, challenger, name, tests))
         print(f"served/{name} is {model} from now on; to return: whorl promote --rollback --name {name}")
