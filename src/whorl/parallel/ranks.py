@@ -1,0 +1,106 @@
+"""Run a function on several ranks of this machine under torch.distributed, and collect what it returns.
+
+    run_ranks(4, mean_over_ranks, tensor)      mean_over_ranks(tensor) on ranks 0 to 3; a list of four results
+
+The default process group is ready when the function starts. Each rank is a new process with one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from whorl.machine.process import Channel, Child, wait_for
+from whorl.parallel.process_group import ReplicaError
+
+TIMEOUT = 120.0  # seconds, for the whole call and for each collective
+
+
+def run_ranks(
+    size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo", timeout: float = TIMEOUT
+) -> list[Any]:
+    """Return function(*args) of every rank, in rank order. Function, arguments and results are pickled.
+
+    backend: of torch.distributed; "fake" sends nothing.
+
+    Raises:
+        ReplicaError: a rank raised (with its traceback), died or did not end within `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="whorl-ranks-") as folder:
+        meeting = str(Path(folder) / "store")
+        children = [
+            Child(
+                f"{__name__}:run_rank", rank, size, meeting, backend, timeout, function, args,
+                name=f"rank {rank}", preload=(__name__,), share_tensors=False,
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+        try:
+            return _collect(children, time.monotonic() + timeout)
+        finally:
+            for child in children:
+                child.kill()
+                child.channel.close()
+
+
+def _collect(children: list[Child], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failed: dict[int, str] = {}
+    while len(results) < len(children):
+        waiting = {child.channel: rank for rank, child in enumerate(children) if rank not in results}
+        ready = wait_for(list(waiting), max(0.0, deadline - time.monotonic()), children)
+        if not ready:
+            raise ReplicaError(f"ranks {sorted(waiting.values())} did not end in time")
+        for channel in ready:
+            rank = waiting[channel]
+            try:
+                ok, value = channel.recv()
+            except (EOFError, OSError):
+                children[rank].wait(2)
+                raise ReplicaError(f"{children[rank].exit_description()} without a result") from None
+            if ok:
+                results[rank] = value
+            else:
+                failed[rank] = value
+        if failed:  # of one and the same cause: a rank that loses its peer fails after it
+            for channel, rank in waiting.items():
+                if channel not in ready and channel.poll(0.1):
+                    with suppress(EOFError, OSError):
+                        ok, value = channel.recv()
+                        failed |= {} if ok else {rank: value}
+            raise ReplicaError("\n".join(f"rank {rank} failed:\n{text}" for rank, text in failed.items()))
+    return [results[rank] for rank in range(len(children))]
+
+
+def run_rank(
+    channel: Channel, rank: int, size: int, meeting: str, backend: str, timeout: float,
+    function: Callable[..., Any], args: tuple[Any, ...],
+) -> None:  # fmt: skip
+    """Main function of a rank."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    try:
+        store = None if backend == "fake" else dist.FileStore(meeting, size)
+        if store is None:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            store = FakeStore()
+        dist.init_process_group(
+            backend, rank=rank, world_size=size, store=store, timeout=timedelta(seconds=timeout)
+        )
+        result = (True, function(*args))
+    except Exception:
+        result = (False, traceback.format_exc())
+    channel.send(result)
+    if dist.is_initialized():
+        dist.destroy_process_group()
