@@ -90,7 +90,7 @@ def run_rank(
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     try:
-        store = None if backend == "fake" else dist.FileStore(meeting, size)
+        store = None if backend == "fake" else dist.FileStore(meeting, size)  # type: ignore[attr-defined]
         if store is None:
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
