@@ -29,19 +29,19 @@ PRIVATE = {"completion.made": ("prompt", "prompt_ids", "choices"), "feedback.giv
 
 
 class ActorKeys:
-    """The keys of actors, in a SQLite file that only its owner reads. Its methods may be called from any thread."""
+    """The keys of actors, in a SQLite file that only its owner reads, for any thread. ciphers: keys in memory."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
-        self._lock, self._cache, self._version = threading.Lock(), dict[str, AESGCM](), -1
+        self._lock, self.ciphers, self._version = threading.Lock(), dict[str, AESGCM](), -1
         self._database = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
         self._database.execute("PRAGMA synchronous=FULL")
         self._database.execute("PRAGMA secure_delete=ON")
         self._database.execute("CREATE TABLE IF NOT EXISTS keys (actor TEXT PRIMARY KEY, key BLOB)")
 
     def seal(self, event: Event) -> Event:
-        """Return the event with its private fields sealed.
+        """Return the event with its private fields sealed; one that is sealed already has none.
 
         Raises:
             DataError: the actor is erased.
@@ -82,7 +82,7 @@ class ActorKeys:
     def erase(self, actor: str) -> bool:
         """Destroy the key of an actor; return whether there was one. No new one is made for this name."""
         with self._lock:
-            self._cache.pop(actor, None)
+            self.ciphers.pop(actor, None)
             found = self._database.execute("SELECT key FROM keys WHERE actor = ?", (actor,)).fetchone()
             self._database.execute("INSERT OR REPLACE INTO keys VALUES (?, NULL)", (actor,))
             return found is not None and found[0] is not None
@@ -95,8 +95,8 @@ class ActorKeys:
             version = self._database.execute("PRAGMA data_version").fetchone()[0]
             if version != self._version:  # another process changed the file: it may have erased an actor
                 self._version = version
-                self._cache.clear()
-            if (found := self._cache.get(actor)) is not None:
+                self.ciphers.clear()
+            if (found := self.ciphers.get(actor)) is not None:
                 return found
             if make:
                 fresh = AESGCM.generate_key(256)
@@ -104,5 +104,5 @@ class ActorKeys:
             row = self._database.execute("SELECT key FROM keys WHERE actor = ?", (actor,)).fetchone()
             if row is None or row[0] is None:
                 return None
-            self._cache[actor] = AESGCM(row[0])
-            return self._cache[actor]
+            self.ciphers[actor] = AESGCM(row[0])
+            return self.ciphers[actor]

@@ -59,13 +59,13 @@ class CompletionLog:
     async def append(self, topic: str, event: Event, timeout: float = APPEND_SECONDS) -> None:
         """Seal and append an event; return once it is durable.
 
-        Raises:
-            LogUnavailableError, RecordTooLargeError: as `Log.append`. DataError: the actor is erased.
+        Raises: as `Log.append`; DataError, the actor is erased.
         """
-        if any((event.data or {}).get(name) for name in PRIVATE.get(event.type, ())):
-            future = await asyncio.to_thread(lambda: self.log.submit(topic, [self.keys.seal(event)]))
-        else:
-            future = self.log.submit(topic, [event])
+        data = event.data or {}
+        private = any(data.get(name) for name in PRIVATE.get(event.type, ()))
+        if private and data["actor"] not in self.keys.ciphers:  # a new key waits for the disk
+            event = await asyncio.to_thread(self.keys.seal, event)
+        future = self.log.submit(topic, [self.keys.seal(event)])
         try:  # shielded: a client that leaves does not take its record out of the batch
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout)
         except TimeoutError:
