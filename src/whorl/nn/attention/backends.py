@@ -55,7 +55,7 @@ def attend(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
-    backend: str = "auto",
+    backend: str | Callable[..., Tensor] = "auto",
 ) -> Tensor:
     """Return softmax attention of q over k and v, [B, H, Tq, dv], in the type of q.
 
@@ -69,7 +69,8 @@ def attend(
             a key.
         softcap: bound of the scores.
         sink: [H] logits.
-        backend: "auto" selects the fastest backend that supports all options.
+        backend: "auto" selects the fastest backend that supports all options; or a function of the other arguments, for
+            keys on several ranks (`parallel/ring_attention.py`).
 
     Raises:
         ConfigError: shapes that do not fit; an unknown backend; a backend that does not support the options.
@@ -79,6 +80,8 @@ def attend(
     _check(q, k, v, bias, softcap, sink)
     if mask.n_heads not in (None, q.shape[1]):
         raise ConfigError(f"the mask has {mask.n_heads} heads", expected=f"1 or {q.shape[1]}, as q")
+    if callable(backend):
+        return backend(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, bias, softcap, sink)
     if backend not in BACKENDS:
         raise ConfigError(f"backend is {backend!r}", expected=one_of(backend, BACKENDS))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
