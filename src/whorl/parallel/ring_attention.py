@@ -280,9 +280,7 @@ class _RingSmear(nn.Module):
         rank, size = self.group.rank(), self.group.size()
         if segments is None:
             segments = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
-        parts, documents = (
-            t.unflatten(1, (2, -1)).transpose(0, 1) for t in (x, segments)
-        )  # [2, B, T / 2, ...]
+        parts, documents = (torch.stack(t.chunk(2, dim=1)) for t in (x, segments))  # [2, B, T / 2, ...]
 
         def before(lasts: Tensor) -> Tensor:
             """Return what precedes both parts, [2, B, 1, ...]. lasts: [R, 2, B, ...]."""
