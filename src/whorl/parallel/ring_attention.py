@@ -10,7 +10,7 @@ values move again. Their gradients move along, one rank behind, and are back at 
     L' = log(exp L + exp L_block),   O' = exp(L - L') O + exp(S_block - L') V_block
 
 Causal rows in plain order would leave the first rank idle. In zig-zag order rank r of R holds parts r and 2 R - 1 - r of
-2 R, so that each rank has half of the pairs of every block (Brandon et al. 2023, arXiv:2311.09431, have the same aim).
+2 R. Each rank then has half of the pairs of every block (Brandon et al. 2023, arXiv:2311.09431, have the same aim).
 
 Local tensors only. Positions are embedded before the row is split, so n-grams see the ids before them. Smeared keys
 get their predecessors from the neighbours.
