@@ -18,13 +18,13 @@ get their predecessors from the neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from whorl.errors import ConfigError
 
@@ -54,28 +54,31 @@ def take_context(row: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
     return row.index_select(dim, order.to(row.device))
 
 
-def shard_context(model: Any, group: dist.ProcessGroup) -> None:
-    """Spread the positions of `model`, a decoder with `blocks` and `trunk`, over `group`.
+def shard_context(model: Any, group: dist.ProcessGroup, embeds: bool = True) -> None:
+    """Spread the positions of `model`, a decoder with `blocks` and `trunk` or a stage of one, over `group`.
 
     `prepare` gets whole rows; `trunk` returns the hidden states of this rank's positions, [B, T / R, d_model]. Gradients
-    of parameters are those of these positions: sum them over the group.
+    of parameters are those of these positions: sum them over the group. embeds: False for a later stage of a pipeline,
+    which gets this rank's positions from the stage before it.
 
     Raises:
         ConfigError: a mixer is not full causal attention; named with its block.
     """
     for number, block in enumerate(model.blocks):
-        shard_attention(f"blocks.{number}.mixer", block.mixer, group)
+        if hasattr(block, "mixer"):  # not removed by a pipeline
+            shard_attention(f"blocks.{number}.mixer", block.mixer, group)
     trunk = model.trunk
 
     def sharded(x: Tensor, positions: Any, segments: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
         if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)
+            positions = torch.arange(x.shape[1] * (1 if embeds else group.size()), device=x.device)
         if isinstance(positions, tuple):  # rotary tables, [(B,) T, 1, rotary_dim]
             positions = tuple(take_context(t, group, -3) for t in positions)
         else:
             positions = take_context(positions, group, -1)
         segments = None if segments is None else take_context(segments, group)
-        hidden: Tensor = trunk(take_context(x, group), positions, segments, *rest, **more)
+        own = take_context(x, group) if embeds else x
+        hidden: Tensor = trunk(own, positions, segments, *rest, **more)
         return hidden
 
     model.trunk = sharded
@@ -102,7 +105,7 @@ def shard_attention(name: str, mixer: Any, group: dist.ProcessGroup) -> None:
         )
     mixer.backend = partial(_attend, group=group)
     if mixer.smear is not None:
-        mixer.smear = _RingSmear(mixer.smear, group)
+        mixer.smear.forward = partial(_smear, mixer.smear.forward, group)
 
 
 def _attend(
@@ -267,32 +270,26 @@ class _GatherLast(torch.autograd.Function):
         return total[ctx.group.rank()], None
 
 
-class _RingSmear(nn.Module):
-    """A `Smear` over the positions of all ranks: each part of a row is a row after the last position before it."""
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _smear(
+    smear: Callable[..., Tensor], group: dist.ProcessGroup,
+    x: Tensor, segments: Tensor | None = None, state: object = None,
+) -> Tensor:  # fmt: skip
+    """Return smeared keys x [B, T, KV, d]: each part of a row is a row after the last position before it."""
+    rank, size = group.rank(), group.size()
+    if segments is None:
+        segments = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
+    parts, documents = (torch.stack(t.chunk(2, dim=1)) for t in (x, segments))  # [2, B, T / 2, ...]
 
-    def __init__(self, smear: nn.Module, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.group, self.share = group, smear.share
-        self._smear = [smear]  # no submodule: the parameter keeps its name
+    def before(lasts: Tensor) -> Tensor:
+        """Return what precedes both parts, [2, B, 1, ...]. lasts: [R, 2, B, ...]."""
+        ordered = torch.cat([lasts[:, 0], lasts[:, 1].flip(0)])
+        return torch.stack([ordered[rank - 1], ordered[2 * size - 2 - rank]])[:, :, None]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, x: Tensor, segments: Tensor | None = None, state: object = None) -> Tensor:
-        rank, size = self.group.rank(), self.group.size()
-        if segments is None:
-            segments = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
-        parts, documents = (torch.stack(t.chunk(2, dim=1)) for t in (x, segments))  # [2, B, T / 2, ...]
-
-        def before(lasts: Tensor) -> Tensor:
-            """Return what precedes both parts, [2, B, 1, ...]. lasts: [R, 2, B, ...]."""
-            ordered = torch.cat([lasts[:, 0], lasts[:, 1].flip(0)])
-            return torch.stack([ordered[rank - 1], ordered[2 * size - 2 - rank]])[:, :, None]
-
-        last_x: Tensor = _GatherLast.apply(parts[:, :, -1], self.group)  # type: ignore[no-untyped-call]
-        last_documents = before(_gather(documents[:, :, -1], self.group))
-        if rank == 0:
-            last_documents[0] = documents.min() - 1  # nothing precedes the row
-        rows = torch.cat([before(last_x), parts], dim=2).flatten(0, 1)
-        ids = torch.cat([last_documents, documents], dim=2).flatten(0, 1)
-        mixed = self._smear[0](rows, ids)[:, 1:]
-        whole: Tensor = torch.cat(mixed.chunk(2), dim=1)
-        return whole
+    last_x: Tensor = _GatherLast.apply(parts[:, :, -1], group)  # type: ignore[no-untyped-call]
+    last_documents = before(_gather(documents[:, :, -1], group))
+    if rank == 0:
+        last_documents[0] = documents.min() - 1  # nothing precedes the row
+    rows = torch.cat([before(last_x), parts], dim=2).flatten(0, 1)
+    ids = torch.cat([last_documents, documents], dim=2).flatten(0, 1)
+    return torch.cat(smear(rows, ids)[:, 1:].chunk(2), dim=1)
