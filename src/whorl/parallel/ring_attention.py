@@ -54,12 +54,12 @@ def take_context(row: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
     return row.index_select(dim, order.to(row.device))
 
 
-def shard_context(model: Any, group: dist.ProcessGroup, embeds: bool = True) -> None:
-    """Spread the positions of `model`, a decoder with `blocks` and `trunk` or a stage of one, over `group`.
+def shard_context(model: Any, group: dist.ProcessGroup, parts: int = 0) -> None:
+    """Spread the positions of `model`, a decoder with `blocks` and `trunk`, over `group`.
 
     `prepare` gets whole rows; `trunk` returns the hidden states of this rank's positions, [B, T / R, d_model]. Gradients
-    of parameters are those of these positions: sum them over the group. embeds: False for a later stage of a pipeline,
-    which gets this rank's positions from the stage before it.
+    of parameters are those of these positions: sum them over the group. parts: `trunk` of a later stage of a pipeline gets
+    this rank's positions, one of so many parts of the row.
 
     Raises:
         ConfigError: a mixer is not full causal attention; named with its block.
@@ -71,14 +71,13 @@ def shard_context(model: Any, group: dist.ProcessGroup, embeds: bool = True) -> 
 
     def sharded(x: Tensor, positions: Any, segments: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
         if positions is None:
-            positions = torch.arange(x.shape[1] * (1 if embeds else group.size()), device=x.device)
+            positions = torch.arange(x.shape[1] * max(1, parts), device=x.device)
         if isinstance(positions, tuple):  # rotary tables, [(B,) T, 1, rotary_dim]
             positions = tuple(take_context(t, group, -3) for t in positions)
         else:
             positions = take_context(positions, group, -1)
         segments = None if segments is None else take_context(segments, group)
-        own = take_context(x, group) if embeds else x
-        hidden: Tensor = trunk(own, positions, segments, *rest, **more)
+        hidden: Tensor = trunk(x if parts else take_context(x, group), positions, segments, *rest, **more)
         return hidden
 
     model.trunk = sharded
