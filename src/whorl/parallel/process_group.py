@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.multiprocessing  # registers how shared tensors are pickled
@@ -36,8 +36,18 @@ REPLICA_TIMEOUT = 600.0  # a first step includes compilation; no live replica ta
 
 
 def cores_for_replicas(deterministic: bool) -> int:
-    """Return how many replicas get a core: torch's threads, which are measured, or without measurement all usable cores."""
+    """Return the ranks of the world (`distributed.py`), else how many replicas get a core.
+
+    Those are torch's threads, which are measured, or without measurement all usable cores.
+    """
+    if (size := world_size()) > 1:
+        return size
     return max(1, usable_cores() if deterministic else torch.get_num_threads())
+
+
+def threads_per_replica(replicas: int) -> int:
+    """Return torch's threads for each of the replicas: a rank of a world has its own."""
+    return max(1, torch.get_num_threads() // (1 if world_size() > 1 else replicas))
 
 
 class ReplicaError(WhorlError):
@@ -57,6 +67,7 @@ class ProcessGroup:
     size: int = 1
     pipes: list[Connection | None] = field(default_factory=list)
     children: list[Child] = field(default_factory=list)
+    shares_memory: ClassVar[bool] = True  # whether a tensor of one rank is that of all
 
     def all_gather_scalars(self, *values: float) -> list[tuple[float, ...]]:
         """Send `values`, wait for all ranks, and return each rank's values in rank order.
@@ -92,6 +103,9 @@ class ProcessGroup:
             message = peer.recv_bytes()
         except (EOFError, OSError) as error:
             raise self._dead_replica_error(rank) from error
+        return self._parse(rank, message)
+
+    def _parse(self, rank: int, message: bytes) -> tuple[float, ...]:
         if message[:1] == b"e":
             raise ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
         return struct.unpack(f"{(len(message) - 1) // 8}d", message[1:])
@@ -128,14 +142,33 @@ class ProcessGroup:
             child.close(max(0.0, deadline - time.monotonic()))
 
 
+@dataclass
+class World:
+    """The ranks that a launcher started (`distributed.py`). call: starts target(group, *args) on the first `size` ranks."""
+
+    size: int
+    call: Callable[..., ProcessGroup]
+
+
+_worlds: list[World] = []  # at most one
+
+
+def world_size() -> int:
+    """Return the number of ranks that a launcher started; 1 without a launcher."""
+    return _worlds[0].size if _worlds else 1
+
+
 def spawn_replicas(size: int, target: Callable[..., None], *args: Any) -> ProcessGroup:
     """Start ranks 1 .. size-1, each calling target(process_group, *args); return the caller's group (rank 0).
 
-    Arguments are pickled. Tensors among them are moved to shared memory and not copied.
+    Arguments are pickled. Tensors among them are moved to shared memory and not copied. In a world the ranks run already,
+    and tensors are sent to them.
     """
     keep_freed_memory()  # also in a single replica: each step allocates again
     if size == 1:
         return ProcessGroup()
+    if _worlds:
+        return _worlds[0].call(size, target, *args)
     links: list[list[Connection | None]] = [[None] * size for _ in range(size)]
     for low in range(size):
         for high in range(low + 1, size):
@@ -166,16 +199,20 @@ def run_replica(
     args: tuple[Any, ...],
 ) -> None:
     """Main function of a rank other than 0."""
-    world = ProcessGroup(rank, size, pipes)
     torch.set_num_threads(1)
     keep_freed_memory()
+    run_target(ProcessGroup(rank, size, pipes), target, args)
+
+
+def run_target(group: ProcessGroup, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Call target(group, *args); an error is sent to the peers."""
     try:
-        target(world, *args)
+        target(group, *args)
     except ReplicaError:
         pass  # another replica's failure, reported there
     except Exception:
         message = b"e" + traceback.format_exc().encode()
-        for link in pipes:
+        for link in group.pipes:
             if link is not None:
                 with suppress(OSError):  # that peer has exited
                     link.send_bytes(message)

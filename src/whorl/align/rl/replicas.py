@@ -27,6 +27,7 @@ from whorl.align.rl.config import AsyncRolloutConfig, RLConfig
 from whorl.align.stage.task import choose_replicas
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import probe
+from whorl.parallel.distributed import DistributedGroup
 from whorl.parallel.process_group import ProcessGroup
 
 
@@ -125,8 +126,14 @@ class ReplicaGroup:
         """Fill tensors [R, ...] with the rows of every replica. rows: [n] indices of this replica's rows.
 
         A buffer is written again only after a step, at which all replicas synchronize, so no replica reads it
-        meanwhile.
+        meanwhile. Ranks of a world send each other their rows.
         """
+        if isinstance(self.process_group, DistributedGroup):
+            own = {name: tensor[rows] for name, tensor in into.items()}
+            for their_rows, theirs in self.process_group.all_gather_objects((rows, own)):
+                for name, tensor in into.items():
+                    tensor[their_rows] = theirs[name]
+            return
         views = {
             name: self.buffers[name] if tensor.dim() == 1 else self.buffers[name][:, : tensor.shape[1]]
             for name, tensor in into.items()

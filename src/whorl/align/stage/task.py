@@ -27,7 +27,12 @@ from whorl.align.config import StageConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.experts import check_expert_settings, stage_param_optims
 from whorl.objectives.next_token import Loss
-from whorl.parallel.process_group import ProcessGroup, cores_for_replicas
+from whorl.parallel.process_group import (
+    ProcessGroup,
+    cores_for_replicas,
+    threads_per_replica,
+    world_size,
+)
 from whorl.tokens.token_encoder import TokenizedExample
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loss_scaler import LossScaler
@@ -61,6 +66,8 @@ def choose_replicas(
         return 1
     if config.run.replicas is not None:
         return min(config.run.replicas, max_replicas)
+    if world_size() > 1:
+        return min(world_size(), max_replicas)
     small = sum(p.numel() for p in network.model.parameters()) <= MAX_REPLICA_PARAMS
     if not small or network.model.flops_per_token(length) * positions < MIN_REPLICA_FLOPS:
         return 1
@@ -276,7 +283,7 @@ def run_options(
         checkpoint_seconds=config.run.checkpoint_seconds,
         checkpoint_config=config.run.checkpoints,
         replicas=replicas,
-        threads=max(1, torch.get_num_threads() // replicas) if replicas > 1 else None,
+        threads=threads_per_replica(replicas) if replicas > 1 else None,
         spike_guard=config.train.spike_guard,
         ema=config.train.ema,
         routing=config.train.routing,

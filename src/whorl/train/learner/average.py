@@ -59,7 +59,8 @@ class Averages:
     def on_round_end(self, rounds: int) -> None:
         """Update the averages that are due. Every replica calls this; `rounds` counts from the start of the run."""
         due = [pair for pair in self.pairs if rounds % pair[0].every == 0]
-        for average, tensor, source in due[self.group.rank :: self.group.size]:
+        own = slice(self.group.rank, None, self.group.size) if self.group.shares_memory else slice(None)
+        for average, tensor, source in due[own]:
             b = average.decay**average.every
             if average.target is None:
                 b = min(b, (1 + rounds) / (10 + rounds))

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError
 from whorl.nn.norm import BatchNorm
 from whorl.objectives.next_token import Loss
-from whorl.parallel.process_group import ProcessGroup
+from whorl.parallel.parameter_store import open_store
+from whorl.parallel.process_group import ProcessGroup, world_size
 from whorl.train.learner.average import Average, Averages
 from whorl.train.learner.update import GradHook, ParamOptim, Update, check_updates
 from whorl.train.learner.zero1 import partition_parameters
@@ -39,7 +40,8 @@ class SharedState:
     """Tensors in shared memory, visible to all replicas, by name.
 
     weights, buffers: by parameter or buffer name; state: by "parameter/moment". gradients: [replicas, ...] for each
-    dense parameter. row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse parameter.
+    dense parameter. row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse parameter
+    (in a world 0 in place of replicas: `parallel/parameter_store.py` has the buffers).
     averages: of the weights if enabled (`average.py`). has_gradient: [replicas, dense parameters] bool, in the order of
     `gradients`: whether a replica's backward gave one in this step. Only rank 0 writes a buffer, between two barriers.
     """
@@ -74,11 +76,14 @@ class SharedState:
             bf16_matrices: store Muon's matrices in bf16 (`stochastic_rounding.py`).
             stateless: parameters that no optimizer moves, and that therefore have no moments.
         """
-        device = next(networks.parameters()).device
+        device, is_local = next(networks.parameters()).device, world_size() == 1
+        rows = (
+            replicas if is_local or replicas == 1 else 0
+        )  # ranks of a world have their own buffers: the shape alone
 
         def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             tensor = torch.zeros(shape, dtype=dtype, device=device)
-            if replicas > 1:
+            if replicas > 1 and is_local:
                 tensor.share_memory_()  # type: ignore[no-untyped-call]
             return tensor
 
@@ -100,11 +105,11 @@ class SharedState:
                 continue
             rule = param_optims[name].optimizer
             if rule == "sparse_adagrad":
-                ids[name] = shared(replicas, max_rows, dtype=torch.int64)
-                values[name] = shared(replicas, max_rows, p.shape[1])
+                ids[name] = shared(rows, max_rows, dtype=torch.int64)
+                values[name] = shared(rows, max_rows, p.shape[1])
                 state[f"{name}/square"] = shared(p.shape[0])
             else:
-                gradients[name] = shared(replicas, *p.shape)
+                gradients[name] = shared(rows, *p.shape)
                 spec = {} if name in stateless else get_optimizer(rule).state_spec(tuple(p.shape))
                 for moment, size in spec.items():
                     state[f"{name}/{moment}"] = shared(*size)
@@ -131,7 +136,9 @@ class SharedState:
         """Allocate averages of all weights, initialized with the weights."""
         for name, weight in self.weights.items():
             own = weight.detach().float().clone()  # in bf16 small changes would round to zero
-            self.averages[name] = own.share_memory_() if replicas > 1 else own  # type: ignore[no-untyped-call]
+            if replicas > 1 and world_size() == 1:
+                own.share_memory_()  # type: ignore[no-untyped-call]
+            self.averages[name] = own
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint: weights, buffers, moments and averages."""
@@ -210,6 +217,9 @@ class UpdateState:
         shapes = {n: p.shape for n, p in self.named.items()}
         shards = partition_parameters(update, shapes, self.process_group.size)
         self.local_shard = shards[self.process_group.rank]
+        owner = {name: rank for rank, names in enumerate(shards) for name in names}
+        owners = {name: owner[name] for name in self.named if name in self.shared.gradients}
+        self.store = open_store(self.process_group, self.shared, owners, update.names_for("sparse_adagrad"))
         self.dense_names = sorted(self.local_shard, key=list(self.named).index)
         data = {n: p.data for n, p in self.named.items()}
         self.sparse_tables = [(n, data[n]) for n in update.names_for("sparse_adagrad")]
@@ -228,11 +238,9 @@ class UpdateState:
         rates = [update.param_optims[n].lr for n, _ in self.sparse_tables]
         self.sparse_adagrad = SparseAdagrad(self.sparse_tables, rates[0] if rates else 0.0, allocate=allocate)
         # The same tensors in every step: the gradients of a single replica, or the sums over all replicas.
-        parts = {name: self.shared.gradients[name] for name in self.dense_names}
-        one = self.process_group.size == 1
-        self.reduced_gradients = {n: t[0] if one else torch.empty_like(t[0]) for n, t in parts.items()}
+        own, one = self.store.own, self.process_group.size == 1
+        self.reduced_gradients = {n: own[n] if one else torch.empty_like(own[n]) for n in self.dense_names}
         self.flat_gradients = flatten_views(list(self.reduced_gradients.values()))
-        self.columns = {name: n for n, name in enumerate(self.shared.gradients) if name in self.named}
         self.moments: dict[str, list[Tensor]] = {name: [] for name in self.dense_names}
         for path, moment in self.shared.state.items():
             self.moments.get(path.rpartition("/")[0], []).append(moment)
@@ -258,21 +266,21 @@ class UpdateState:
         scaler = self.update.loss_scaler
         scale = None if scaler is None else torch.full_like(loss.total, scaler.scale)
         loss.total.backward(scale, inputs=self.inputs)  # type: ignore[no-untyped-call]
-        buffers, gradients = [], []
+        buffers, gradients, own = [], [], self.store.own
         for name, p in self.named.items():
             gradient, p.grad = p.grad, None
-            if name in self.shared.gradients:
+            if name in own:
                 if gradient is not None:
                     self.seen.add(name)
-                    buffers.append(self.shared.gradients[name][self.process_group.rank])
+                    buffers.append(own[name])
                     gradients.append(gradient)
                 elif self.no_gradients:
-                    self.shared.gradients[name][self.process_group.rank].zero_()
+                    own[name].zero_()
             elif gradient is not None:
                 rows, values = gradient._indices()[0], gradient._values()
                 begin, end = self.row_counts[name], self.row_counts[name] + len(rows)
-                self.shared.row_ids[name][self.process_group.rank, begin:end] = rows
-                self.shared.row_gradients[name][self.process_group.rank, begin:end] = values
+                ids, own_values = self.store.own_rows[name]
+                ids[begin:end], own_values[begin:end] = rows, values
                 self.row_counts[name] = end
         if gradients:
             if (hook := self._due_hook()) is not None:
@@ -296,20 +304,17 @@ class UpdateState:
         """
         filled = float(max(self.row_counts.values(), default=0))
         if self.no_gradients:  # a rank without micro-batches, never rank 0
-            for name in self.named.keys() & self.shared.gradients.keys():
-                self.shared.gradients[name][self.process_group.rank].zero_()
-        if self.process_group.size > 1:
-            own_row = self.shared.has_gradient[self.process_group.rank]
-            own_row[list(self.columns.values())] = own_row.new_tensor([n in self.seen for n in self.columns])
+            for gradient in self.store.own.values():
+                gradient.zero_()
         own_sums = torch.stack([*self.metric_sums.values()]).tolist() if self.metric_sums else []
-        all_values = self.process_group.all_gather_scalars(*own_sums, filled)
+        all_values = self.store.share([*own_sums, filled], self.seen)
         columns = zip(*(each for each in all_values if len(each) > 1), strict=True)
         sums = dict(zip(self.metric_sums or ("loss", "loss_tokens"), map(sum, columns), strict=False))
         divisor = max(sums["loss_tokens"], 1.0)
         gradients, dense = self.reduced_gradients, self.flat_gradients
         square = None
         if self.process_group.size > 1:
-            square = sum_replicas(self.shared.gradients, gradients, self.update.native)
+            square = sum_replicas(self.store.reduce(), gradients, self.update.native)
         kept = self._hold()
         if square is None or kept:  # frozen gradients do not count
             square = squared_norm(dense)
@@ -349,7 +354,7 @@ class UpdateState:
         self._reset()
         if scaler is not None:
             scaler.on_step_end()
-        self.process_group.all_gather_scalars()
+        self.store.gather()
         return metrics
 
     def _due_hook(self) -> GradHook | None:
@@ -361,10 +366,7 @@ class UpdateState:
         They are the frozen ones, whose gradients are zeroed and do not count in the norm, and those without a gradient.
         The copies are restored after the step, because momentum and weight decay move a parameter at gradient 0.
         """
-        seen = self.seen
-        if self.process_group.size > 1:
-            any_rank = self.shared.has_gradient.any(dim=0).tolist()
-            seen = {name for name, n in self.columns.items() if any_rank[n]}
+        seen = self.store.seen_anywhere()
         limits = {n: self.update.param_optims[n].freeze_step for n in self.dense_names}
         frozen = [n for n, limit in limits.items() if limit is not None and self.steps >= limit]
         for name in frozen:
@@ -374,25 +376,21 @@ class UpdateState:
 
     def _nonfinite_rows(self) -> float:
         """Number of non-finite values in this rank's gradients of lookup tables."""
-        rank = self.process_group.rank
-        own = (self.shared.row_gradients[n][rank, :filled] for n, filled in self.row_counts.items())
+        own = (self.store.own_rows[n][1][:filled] for n, filled in self.row_counts.items())
         return float(sum((~values.isfinite()).sum() for values in own))
 
     def _step_sparse(
         self, name: str, table: Tensor, counts: list[int], divisor: float, lr_scale: float
     ) -> None:
-        rank = self.process_group.rank
-        rows, gradients = (
-            [t[rank, :n] for rank, n in enumerate(counts)]
-            for t in (self.shared.row_ids[name], self.shared.row_gradients[name])
-        )
         hook, native = self._due_hook(), self.update.native
-        if hook is not None or not native:
-            ids, values = own_rows(rows, gradients, rank)
-            values = values / divisor
-            if hook is not None and len(ids):
-                hook.on_sparse_gradients(name, table, ids, values)
-            if not native and len(ids):
-                self.sparse_adagrad.step(name, table, ids, values, lr_scale)
-        if native:
-            self.sparse_adagrad.step_native(name, table, rows, gradients, rank, divisor, lr_scale)
+        for rank, rows, gradients in self.store.update(name, counts):
+            observed = hook if rank == self.process_group.rank else None
+            if observed is not None or not native:
+                ids, values = own_rows(rows, gradients, rank)
+                values = values / divisor
+                if observed is not None and len(ids):
+                    observed.on_sparse_gradients(name, table, ids, values)
+                if not native and len(ids):
+                    self.sparse_adagrad.step(name, table, ids, values, lr_scale)
+            if native:
+                self.sparse_adagrad.step_native(name, table, rows, gradients, rank, divisor, lr_scale)

@@ -23,7 +23,7 @@ from whorl.tokens.stream import StreamBatches
 from whorl.tracking.seeds import derive
 from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager
-from whorl.train.job import Job, RowShape, identity, row_shape, steps_per_epoch
+from whorl.train.job import Job, RowShape, identity, on_world, row_shape, steps_per_epoch
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.learner.update import MicroBatch
@@ -64,6 +64,7 @@ def pretrain(
         ConfigError: the warm-up does not fit into the steps.
         All errors of `Trainer.fit`.
     """
+    job = on_world(job)
     if job.batch_size % job.replicas:
         raise BudgetError(
             f"batch_size is {job.batch_size}, for {job.replicas} replicas",

@@ -90,7 +90,8 @@ class MoEBalancer:
         limit = self.config.freeze_router_step
         moves = limit is None or steps_done <= limit
         for n, layer in enumerate(self.layers):
-            if moves and layer.router.balance_bias is not None and self.process_group.rank == 0:
+            is_own = self.process_group.rank == 0 or not self.process_group.shares_memory
+            if moves and layer.router.balance_bias is not None and is_own:
                 layer.router.update_balance_bias(requested[n], self.config.bias_update_rate)
             self.previous_load[n] = requested[n].clone()
             self.logged_load[n][0].add_(requested[n])
