@@ -56,6 +56,7 @@ class LanguageModel(nn.Module, ABC):
         own_matrices: names of direct parameters that are weight matrices, where they exist (`train/optim/decay_mask.py`).
         embedding_norm: norm of the embeddings, or an identity.
         memory: n-gram embedding, possibly quantized, or None.
+        look_up, select_logits_step: of a table and a head that are split over ranks (`parallel/tensor_parallel.py`).
     """
 
     config: Any
@@ -73,6 +74,8 @@ class LanguageModel(nn.Module, ABC):
     embedding_norm: nn.Module
     final_norm: nn.Module
     memory: Any
+    look_up: Callable[[Tensor], Tensor] | None = None
+    select_logits_step: Callable[..., Any] | None = None
 
     @property
     def eval_window(self) -> int:

@@ -152,7 +152,7 @@ class Transformer(LanguageModel):
         Raises:
             ConfigError: learned positions, and a position is outside their table.
         """
-        x = F.embedding(ids, self.embedding)
+        x = F.embedding(ids, self.embedding) if self.look_up is None else self.look_up(ids)
         if not self.config.embedding_norm:
             x = x.to(self.dtype)
         if self.config.embedding_scale != 1.0:

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,11 +27,16 @@ TIMEOUT = 120.0  # seconds, for the whole call and for each collective
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo", timeout: float = TIMEOUT
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = TIMEOUT,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Return function(*args) of every rank, in rank order. Function, arguments and results are pickled.
 
-    backend: of torch.distributed; "fake" sends nothing.
+    backend: of torch.distributed; "fake" sends nothing. preload: modules that ranks find imported (`machine/process.py`).
 
     Raises:
         ReplicaError: a rank raised (with its traceback), died or did not end within `timeout` seconds.
@@ -41,7 +46,7 @@ def run_ranks(
         children = [
             Child(
                 f"{__name__}:run_rank", rank, size, meeting, backend, timeout, function, args,
-                name=f"rank {rank}", preload=(__name__,), share_tensors=False,
+                name=f"rank {rank}", preload=(__name__, *preload), share_tensors=False,
             )
             for rank in range(size)
         ]  # fmt: skip

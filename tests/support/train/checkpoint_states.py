@@ -12,14 +12,14 @@ from torch import Tensor
 from whorl.errors import CheckpointError
 from whorl.train.checkpoint import writer
 from whorl.train.checkpoint.format import Checkpoint, NewerFormatError, build_index, load
-from whorl.train.checkpoint.staging import Layout, StagingBuffer, copy_pool, copy_to_staging
+from whorl.train.checkpoint.staging import FileLayout, StagingBuffer, copy_pool, copy_to_staging
 
 
 def save(
     folder: Path, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], keep: int = 2
 ) -> Path:
     """Write a checkpoint without a writer process."""
-    buffer, layout = StagingBuffer(), Layout.from_tensors(tensors)
+    buffer, layout = StagingBuffer(), FileLayout.from_tensors(tensors)
     try:
         with copy_pool() as threads:
             copy_to_staging(buffer, layout, tensors, threads)

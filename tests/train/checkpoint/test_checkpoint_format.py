@@ -20,7 +20,7 @@ from whorl.errors import CheckpointError, DiskFullError
 from whorl.train.checkpoint import writer
 from whorl.train.checkpoint.format import NewerFormatError, load, restore
 from whorl.train.checkpoint.manager import CheckpointManager
-from whorl.train.checkpoint.staging import Layout, StagingBuffer
+from whorl.train.checkpoint.staging import FileLayout, StagingBuffer
 
 
 def test_save_load_round_trip_and_safetensors(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_save_load_round_trip_and_safetensors(tmp_path: Path) -> None:
     found = load(path)
     assert found.step == 7 and found.metadata == {"place": [1, {"x": 2.5}]} and same(found.tensors, state())
     assert same(load_file(path / "state.safetensors"), {n: t.contiguous() for n, t in state().items()})
-    layout = Layout.from_tensors(state())
+    layout = FileLayout.from_tensors(state())
     assert all(e.offset % state()[n].element_size() == 0 for n, e in layout.entries.items())
     assert len(layout.header) % 4096 == 0 and layout.n_bytes == (path / "state.safetensors").stat().st_size
 

@@ -44,7 +44,7 @@ from whorl.train.checkpoint.staging import (
     DTYPES_BY_NAME,
     PAGE,
     Entry,
-    Layout,
+    FileLayout,
     StagingBuffer,
     copy_all,
     copy_pool,
@@ -69,7 +69,7 @@ class Checkpoint:
     metadata: dict[str, Any]
 
 
-def build_index(step: int, layout: Layout, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def build_index(step: int, layout: FileLayout, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the index of a new checkpoint, for `writer.write_checkpoint`."""
     tensors = {}
     for name, entry in layout.entries.items():

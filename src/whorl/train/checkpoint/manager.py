@@ -40,7 +40,7 @@ from whorl.train.checkpoint.rng_state import (
     without_rng_state,
 )
 from whorl.train.checkpoint.size_report import bytes_per_parameter
-from whorl.train.checkpoint.staging import Layout, StagingBuffer, copy_pool, copy_to_staging
+from whorl.train.checkpoint.staging import FileLayout, StagingBuffer, copy_pool, copy_to_staging
 from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.checkpoint.writer_process import AsyncWriter
 from whorl.train.config import CheckpointConfig
@@ -83,7 +83,7 @@ class CheckpointManager:
         self.stats = stats if stats is not None else CheckpointStats()
         self.job_id = "job-" + hashlib.sha256(canonical_json(identity)).hexdigest()[:16]
         self.staging, self.copy_pool = StagingBuffer(), copy_pool()
-        self.layout: Layout | None = None
+        self.layout: FileLayout | None = None
         self.writer: AsyncWriter | None = None
         self.step_in_progress: int | None = None  # the step whose checkpoint is being written
         self.writing_named = False  # whether that is a named copy
@@ -182,7 +182,7 @@ class CheckpointManager:
         parameters: the model's number of parameters, for bytes per parameter.
         """
         tensors = {**tensors, **rng_tensors()}
-        self.layout = Layout.from_tensors(tensors)
+        self.layout = FileLayout.from_tensors(tensors)
         self.staging.ensure_capacity(self.layout.n_bytes)
         self.stats.size_report = bytes_per_parameter(tensors, parameters)
         self.writer = self.writer or AsyncWriter(self.staging, thread=self.thread)
@@ -279,7 +279,7 @@ class CheckpointManager:
         assert self.layout is not None
         tensors = {**tensors, **rng_tensors()}
         if not self.layout.matches(tensors):
-            self.layout = Layout.from_tensors(tensors)
+            self.layout = FileLayout.from_tensors(tensors)
         copy_to_staging(self.staging, self.layout, tensors, self.copy_pool)
 
     def _submit(

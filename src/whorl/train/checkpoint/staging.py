@@ -56,7 +56,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Layout of a safetensors file: the header, padded to whole pages, and the location of each tensor."""
 
     header: bytes
@@ -64,7 +64,7 @@ class Layout:
     n_bytes: int
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Layout:
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> FileLayout:
         """Return the layout of these tensors.
 
         Wide types come first, so that tensors are aligned without gaps, which the format forbids.
@@ -186,7 +186,7 @@ def read_pool() -> ThreadPoolExecutor:
 
 
 def copy_to_staging(
-    staging: StagingBuffer, layout: Layout, tensors: Mapping[str, Tensor], pool: Executor
+    staging: StagingBuffer, layout: FileLayout, tensors: Mapping[str, Tensor], pool: Executor
 ) -> None:
     """Copy `tensors` into the buffer in this layout; on return, they may change."""
     staging.ensure_capacity(layout.n_bytes)

@@ -132,11 +132,18 @@ class LMObjective:
             mask.flatten(),
             self.z_loss,
             model.logit_softcap,
-            select_step=logits_step,
+            select_step=model.select_logits_step or logits_step,
             chunk_tokens=self.chunk_tokens,
             weight_gradient=weight_gradient,
         )
         return loss.total, loss.count, loss.metrics["nll"]
+
+    def hidden(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the hidden states of a pipeline stage before the last."""
+        segments = micro_batch.get("segment_ids")
+        positions = None if segments is None else micro_batch["positions"]
+        x, where = self.model.prepare(micro_batch["tokens"], positions, segments)
+        return self.model.trunk(x, where, segments)
 
     def _masked(self, micro_batch: MicroBatch) -> Loss:
         ids, weights = micro_batch["tokens"], micro_batch["weights"]
