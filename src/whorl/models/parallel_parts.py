@@ -1,4 +1,4 @@
-"""What a layout needs to know of a decoder: how each parameter is held on the tensor axis, and what cannot be split."""
+"""The parts of a decoder for a layout: how each parameter is held on the tensor axis, and which parts cannot be split."""
 
 from __future__ import annotations
 

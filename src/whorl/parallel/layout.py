@@ -10,8 +10,8 @@
     cp     equal copies; other positions of a row         keys and values, around a ring
     tp     heads, hidden units and vocabulary             activations of each product (`tensor_parallel.py`)
 
-The stage of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) decides when ranks of `fsdp` exchange: 1 sums gradients and
-gathers parameters once per step, 2 sums after every micro-batch, 3 gathers parameters before each use and keeps none.
+The stage of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) decides when ranks of `fsdp` exchange. 1 sums
+gradients and gathers parameters once per step. 2 sums after every micro-batch. 3 gathers parameters before each use.
 
 A model is changed from outside, in this order: blocks of other stages are removed, parameters are split over tp, experts
 over ep, rows over cp; then recomputation, compilation, and FSDP2 last. Names of parameters stay those of the whole model.
@@ -98,7 +98,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Return the number of groups of ranks with rows of their own."""
+        """Return the number of groups of ranks, each with other rows."""
         return self.dp * self.fsdp
 
     @property

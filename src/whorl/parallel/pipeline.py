@@ -105,7 +105,7 @@ class ModelStage(nn.Module):
 class Pipeline:
     """Runs the stages of this rank.
 
-    Schedules hold buffers of one shape, so there is one for each shape of a batch.
+    A schedule holds buffers of one shape; each shape of a batch has another one.
     """
 
     def __init__(self, stages: list[ModelStage], layout: Any, group: dist.ProcessGroup | None) -> None:

@@ -32,9 +32,10 @@ FIRST = "first"  # held by the first rank of the axis alone: the bias of a row-s
 class Shard:
     """How a parameter is held on the tensor axis.
 
-    dim: that is split, None: every rank holds the whole, or FIRST. sections: lengths along `dim` that are split each, as
-    queries, keys and values of one matrix; empty: the whole length. padded: to a multiple of the ranks, with zeros.
-    partial: a whole parameter whose gradient each rank has of its own positions.
+    dim: that is split; None: every rank holds the whole; or FIRST.
+    sections: lengths along `dim` that are split each, as queries, keys and values of one matrix; empty: the whole length.
+    padded: to a multiple of the ranks, with zeros.
+    partial: a whole parameter; each rank has the gradient of its positions only.
     """
 
     dim: int | str | None = None
@@ -120,7 +121,7 @@ def exchange(name: str, x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def vocabulary_look_up(table: Callable[[], Tensor], group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Return a look-up of ids [B, T] in a table whose rows are split over `group`, equal on all ranks."""
+    """Return the function that embeds ids [B, T] by a table whose rows are split over `group`; equal on all ranks."""
 
     def look_up(ids: Tensor) -> Tensor:
         rows = table()
