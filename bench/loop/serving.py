@@ -1,6 +1,6 @@
 """Tokens per second of a server that keeps every completion, against the same server when it keeps none.
 
-    python bench/loop/serving.py [--clients 16] [--requests 64] [--tokens 64] [--rounds 12]
+    python bench/loop/serving.py [--clients 16] [--requests 128] [--tokens 64] [--rounds 24]
 
 `whorl serve --log` runs a model of random weights (17 M parameters). Each round sends all requests, `--clients` at a time,
 as streams. In every second round they have `store: true`: the record is sealed, and the last chunk waits until it is on
@@ -81,7 +81,7 @@ async def run_round(url: str, a: argparse.Namespace, number: int, store: bool) -
 
 def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
-        for name, default in (("clients", 16), ("requests", 64), ("tokens", 64), ("rounds", 12)):
+        for name, default in (("clients", 16), ("requests", 128), ("tokens", 64), ("rounds", 24)):
             parser.add_argument(f"--{name}", type=int, default=default)
 
     smoke = {"clients": 4, "requests": 8, "tokens": 8, "rounds": 2, "d_model": 64, "n_layers": 2}
