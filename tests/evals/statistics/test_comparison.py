@@ -9,7 +9,7 @@ import pytest
 
 from whorl.errors import ConfigError, DataError
 from whorl.evals.results import ItemResult
-from whorl.evals.statistics.comparison import compare, describe, paired_difference, verdict_of
+from whorl.evals.statistics.comparison import compare, describe, paired_difference, ranked_apart, verdict_of
 from whorl.evals.statistics.power import detectable_by, detectable_difference
 
 
@@ -143,3 +143,16 @@ def test_planning_rejects_impossible_arguments() -> None:
         with pytest.raises(ConfigError, match="is 0"):
             detectable_difference(1, 10, **bad)
     assert detectable_difference(1, 1) == float("inf")
+
+
+def test_samples_ranked_apart_have_the_variance_of_both():
+    """The standard error is that of repeated draws, and samples that do not overlap are not certain when they are small."""
+    rng = np.random.default_rng(0)
+    drawn = [ranked_apart(rng.normal(0.5, 1, 40), rng.normal(0, 1, 60)) for _ in range(1000)]
+    assert np.mean([d.difference for d in drawn]) == pytest.approx(
+        0.1382, abs=0.005
+    )  # Phi(0.5 / sqrt 2) - 1/2
+    assert np.mean([d.se for d in drawn]) == pytest.approx(np.std([d.difference for d in drawn]), rel=0.07)
+    assert 0.93 < np.mean([d.low < 0.1382 < d.high for d in drawn]) < 0.97
+    assert [ranked_apart(range(10, 10 + k), range(k)).low > 0 for k in (2, 3, 4)] == [False, False, True]
+    assert ranked_apart([1, 1], [1, 1]).difference == 0

@@ -32,12 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 from whorl.errors import ConfigError, DataError, one_of, shorten
 from whorl.evals.results import ItemResult
 from whorl.evals.statistics.distributions import t_quantile, t_two_sided
-from whorl.evals.statistics.intervals import (
-    StandardError,
-    cluster_index,
-    is_binary,
-    standard_error,
-)
+from whorl.evals.statistics.intervals import StandardError, cluster_index, is_binary, standard_error
 
 Verdict = Literal["better", "worse", "equivalent", "no worse", "not distinguishable"]
 
@@ -115,6 +110,21 @@ def paired_difference(
     low, high = (max(-1.0, mean - half), min(1.0, mean + half)) if shares else (mean - half, mean + half)
     p_value = 1.0 if se == inf or mean == 0 else (t_two_sided(mean / se, error.df) if se > 0 else 0.0)
     return PairedDifference(mean, se, low, high, p_value, len(first), error.clusters, error.df, level)
+
+
+def ranked_apart(above: ArrayLike, below: ArrayLike, level: float = 0.95) -> PairedDifference:
+    """Return how often a value of one sample [m >= 2] exceeds one of another [n >= 2], less a half; a tie is a half.
+
+    Standard error: DeLong et al. 1988 (doi:10.2307/2531595); 1 / (2 min(m, n) + 2) of samples that do not overlap.
+    """
+    one, other = np.asarray(above, np.float64)[:, None], np.asarray(below, np.float64)
+    wins = (one > other) + 0.5 * (one == other)
+    difference, k = float(wins.mean() - 0.5), min(wins.shape)
+    variances = [wins.mean(axis).var(ddof=1) / wins.shape[1 - axis] for axis in (0, 1)]
+    se = sqrt(sum(variances)) or 0.5 / (k + 1)
+    half, p_value = t_quantile(level, k - 1) * se, t_two_sided(difference / se, k - 1)
+    low, high = max(-0.5, difference - half), min(0.5, difference + half)
+    return PairedDifference(difference, se, low, high, p_value, sum(wins.shape), k, k - 1, level)
 
 
 def verdict_of(low: float, high: float, margin: float = 0.0) -> Verdict:

@@ -152,6 +152,7 @@ def _implicit_reward(
     """Return how often the implicit reward ranks held-out preferences as the raters did, less a half."""
     from whorl.align.data.dataset_files import read_preferences, read_unpaired
     from whorl.align.preference.pairs import sequence_log_probs, tokenize_pairs, tokenize_unpaired
+    from whorl.evals.statistics.comparison import ranked_apart
     from whorl.recipes.stage import pad_id_of
     from whorl.tokens.token_encoder import LengthFilter
 
@@ -159,25 +160,23 @@ def _implicit_reward(
     kept = LengthFilter(min(network.model.declared_length for network in networks.values()))
     pairs = tokenize_pairs(encoder, _of_champion(ctx, read_preferences(folder, "test")), kept)
     single = tokenize_unpaired(encoder, _of_champion(ctx, read_unpaired(folder, "test")), kept)
-    texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)] or [
+    texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)] + [
         one.example for one in single
     ]
     if not texts:
         return {}
     old, new = (sequence_log_probs(networks[role], texts, pad_id_of(encoder)).numpy() for role in ROLES)
-    reward = new - old
+    reward, labels = (new - old)[: 2 * len(pairs)], (new - old)[2 * len(pairs) :]
+    prompts = [str(pair.chosen.ids[: pair.chosen.prompt_length].tolist()) for pair in pairs]
+    liked = [x for x, one in zip(labels, single, strict=True) if one.label]
+    others = [x for x, one in zip(labels, single, strict=True) if not one.label]
+    found: dict[str, PairedDifference] = {}
     if pairs:
-        prompts = [str(pair.chosen.ids[: pair.chosen.prompt_length].tolist()) for pair in pairs]
-        return {"held-out pairs": _share(reward[1::2], reward[0::2], prompts)}
-    liked = [x for x, one in zip(reward, single, strict=True) if one.label]
-    others = [x for x, one in zip(reward, single, strict=True) if not one.label]
-    every = [(i, j) for i in range(len(liked)) for j in range(len(others))]
-    if not every:
-        return {}
-    clusters = [f"{min((len(liked), i), (len(others), j))}" for i, j in every]  # the items of the rarer label
-    return {
-        "liked over disliked": _share([others[j] for _, j in every], [liked[i] for i, _ in every], clusters)
-    }
+        found["held-out pairs"] = _share(reward[1::2], reward[0::2], prompts)
+    if min(len(liked), len(others)) > 1:
+        found["liked over disliked"] = ranked_apart(liked, others)
+    # Thumbs give few pairs of one prompt, so the verdict is that of the measure with more independent items.
+    return dict(sorted(found.items(), key=lambda item: -item[1].clusters))
 
 
 def _of_champion(ctx: StepContext, items: list[Any]) -> list[Any]:
