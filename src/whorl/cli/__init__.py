@@ -29,6 +29,7 @@ from whorl.errors import WhorlError, shorten
 
 VERBS = {
     "run": "jobs",
+    "launch": "jobs",
     "profile": "jobs",
     "machine": "jobs",
     "sample": "models",
@@ -159,7 +160,10 @@ def build_app() -> typer.Typer:
     for name, folder in VERBS.items():
         inside = name.replace("-", "_") + "_" * iskeyword(name)  # `import` cannot name a module
         module = importlib.import_module(f"whorl.cli.{folder}.{inside}")
-        app.command(name, cls=_Command)(with_error_handling(getattr(module, inside)))
+        settings = getattr(module, "CONTEXT", None)  # of click
+        app.command(name, cls=_Command, context_settings=settings)(
+            with_error_handling(getattr(module, inside))
+        )
     for group, (folder, verbs) in GROUPS.items():
         module = importlib.import_module(f"whorl.cli.{folder}.{group}")
         about = str(module.__doc__).replace("\n\n    ", "\n\n\b\n    ")  # examples keep their lines

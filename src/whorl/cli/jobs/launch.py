@@ -1,0 +1,114 @@
+"""`whorl launch`: run a recipe on several ranks, on this machine or through a scheduler."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+PLACES = ("local", "torchrun", "slurm", "kubernetes", "ray")
+
+
+def launch(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A packaged recipe (see `whorl recipes`) or a .toml file.")],
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(PLACES),
+            help="local: processes that share memory; torchrun: torch's elastic launcher, on each node; slurm, kubernetes: "
+            "a job that starts it there; ray: workers of Ray Train.",
+        ),
+    ] = "local",
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes that train, over all nodes; default: one per core of this machine.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines with the same number of ranks each.")] = 1,
+    rendezvous: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Where the nodes of torchrun meet: a free port of the first node, the same on each."
+        ),
+    ] = "",
+    restarts: Annotated[
+        int, typer.Option(min=0, help="How often all ranks start again after one was killed or did not answer.")
+    ] = 5,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Only write the script of slurm or the manifest of kubernetes; submit nothing."),
+    ] = None,
+) -> None:  # fmt: skip
+    """Run a recipe on several ranks. All further options are those of `whorl run`.
+
+    Each step runs once, on rank 0; training uses all ranks. A rank that is killed is started again with all others, and
+    training continues from the newest checkpoint. The store must be the same on all nodes. See docs/parallel.md.
+
+    Examples:
+
+        whorl launch quickstart --ranks 2
+
+        whorl launch quickstart --on torchrun --ranks 2 --budget 2m
+
+        whorl launch my.toml --on slurm --nodes 2 --ranks 64 --store /shared/whorl
+
+        whorl launch my.toml --on kubernetes --nodes 2 --ranks 64 --write job.yaml
+    """
+    from whorl.errors import ConfigError, one_of
+    from whorl.machine.device_probe import usable_cores
+    from whorl.parallel.launch.job import Job
+    from whorl.parallel.launch.schedulers import SCHEDULERS, submit_job, write_job
+
+    if on not in PLACES:
+        raise ConfigError(f"--on {on}", expected=one_of(on, PLACES))
+    if write is not None and on not in SCHEDULERS:
+        raise ConfigError(
+            f"--write with --on {on}", expected=f"--on {' or '.join(SCHEDULERS)}, which have a file"
+        )
+    words = ["run", recipe, *context.args]
+    run = _checked_run(context, words)
+    ranks = ranks or usable_cores() * nodes
+    options = ["--on", "torchrun", "--ranks", str(ranks), "--nodes", str(nodes), "--restarts", str(restarts)]
+    python = (sys.executable, "-m")
+    job = Job(
+        run.params["name"] or Path(recipe).stem,
+        rank=(*python, "whorl.parallel.launch.rank", *words),
+        node=(*python, "whorl.cli", "launch", *words[1:], *options),
+        ranks=ranks, nodes=nodes, rendezvous=rendezvous, restarts=restarts,
+    )  # fmt: skip
+    if write is not None:
+        write_job(on, job, write)
+        print(f"written: {write}")
+    elif on in SCHEDULERS:
+        print(submit_job(on, job))
+    elif on == "local":
+        from whorl.parallel.process_group import use_replicas
+
+        use_replicas(ranks)
+        run.command.invoke(run)
+    else:
+        if on == "torchrun":
+            from whorl.parallel.launch.elastic import run_elastic as launcher
+        else:
+            from whorl.parallel.launch.ray_train import run_ray as launcher
+        raise typer.Exit(launcher(job))
+
+
+def _checked_run(context: typer.Context, words: list[str]) -> Any:
+    """Return the command `whorl run` with its options parsed, and its recipe checked, before anything is started.
+
+    Raises:
+        ConfigError: of the recipe. click.UsageError: an option that `whorl run` does not have.
+    """
+    from whorl.recipes import load_recipe
+
+    parent: Any = context.parent
+    run = parent.command.get_command(parent, "run").make_context("run", words[1:], parent=parent)
+    given = run.params
+    load_recipe(
+        given["recipe"], budget=given["budget"], deterministic=given["deterministic"], model=given["model"],
+        sets=given["sets"] or (),
+    )  # fmt: skip
+    return run

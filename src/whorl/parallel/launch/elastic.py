@@ -1,0 +1,107 @@
+"""The agent of one node, of torch's elastic launcher (torchrun): starts the ranks, and all again after one was lost.
+
+It differs from `torchrun` in three points. A rank that ends with an error of its own ends the run, since the same error
+would come again. A rank that was killed is named. The name of an attempt is agreed by all nodes through the store of their
+rendezvous; the ranks use it as the prefix of their own store, since keys of the attempt before would mix with theirs.
+
+Ranks that neither died nor answered may wait in different collectives. So after a timeout the next attempt runs with
+TORCH_DISTRIBUTED_DEBUG=DETAIL, under which torch names both calls and their ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
+
+from whorl.errors import ConfigError
+from whorl.parallel.launch.job import ATTEMPT, LAUNCHER, LOST, Job, describe, ends_the_run
+from whorl.parallel.process_group import ReplicaError
+
+STOP_SECONDS = 90  # after SIGTERM, for a checkpoint; then SIGKILL
+RENDEZVOUS_SECONDS = 900  # for all nodes to start
+
+
+def run_elastic(job: Job) -> int:
+    """Run this node's ranks; return their exit code, 128 + the signal if one stopped this process.
+
+    Raises:
+        ConfigError: several nodes without a rendezvous. ReplicaError: ranks were lost too often, or another node was.
+    """
+    if job.nodes > 1 and not job.rendezvous:
+        raise ConfigError(
+            f"--nodes {job.nodes} without a rendezvous", expected="--rendezvous HOST:PORT, the same on each node",
+            do="give host and a free port of the first node; `--on slurm` does so by itself",
+        )  # fmt: skip
+    for name in ("torch.distributed", "torch.elastic"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the messages below replace its own
+    os.environ[LAUNCHER] = str(os.getpid())
+    endpoint, local = job.rendezvous or "localhost:0", None if job.rendezvous else "localhost"
+    run_id = job.name if job.rendezvous else uuid.uuid4().hex
+    meeting = RendezvousParameters(
+        "c10d", endpoint, run_id, job.nodes, job.nodes, local, timeout=RENDEZVOUS_SECONDS, join_timeout=RENDEZVOUS_SECONDS
+    )  # fmt: skip
+    try:
+        spec = WorkerSpec(
+            role=job.name, local_world_size=job.ranks_per_node, entrypoint=job.rank[0], args=job.rank[1:],
+            rdzv_handler=registry.get_rendezvous_handler(meeting), max_restarts=job.restarts,
+            monitor_interval=0.1, local_addr=local,
+        )  # fmt: skip
+        agent = _Agent(spec, DefaultLogsSpecs(os.devnull), shutdown_timeout=STOP_SECONDS)
+        result: RunResult = agent.run()
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except RendezvousError as error:
+        raise ReplicaError(
+            f"the nodes did not meet at {endpoint}: {error}",
+            do="start the same command on each node; a host and port that all nodes reach",
+        ) from error
+    if not result.is_failed():
+        return 0
+    codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    first = next(iter(codes.values()))
+    if ends_the_run(first):
+        return first
+    raise ReplicaError(
+        f"{describe(codes)}, for the {job.restarts + 1}. time",
+        do="SIGKILL without a cause is the kernel's when memory is full: fewer ranks per node, or smaller batches; "
+        "the same command continues",
+    )
+
+
+class _Agent(LocalElasticAgent):
+    """See the top of this file."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        store: Any = worker_group.store  # of this round of the rendezvous
+        if worker_group.group_rank == 0:
+            store.set(ATTEMPT, uuid.uuid4().hex)
+        os.environ[ATTEMPT] = store.get(ATTEMPT).decode()
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is not WorkerState.FAILED:
+            return result
+        codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        if ends_the_run(next(iter(codes.values()))):
+            self._remaining_restarts = 0
+        elif self._remaining_restarts:
+            if all(code in (LOST, -signal.SIGTERM) for code in codes.values()):
+                os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+            done = self._worker_group.spec.max_restarts - self._remaining_restarts
+            print(
+                f"whorl: {describe(codes)}; all ranks start again from the newest checkpoint ({done + 1} of "
+                f"{self._worker_group.spec.max_restarts})",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        return result
