@@ -27,6 +27,8 @@ _CREDENTIALS = re.compile(
     re.IGNORECASE,
 )
 
+LOST = 75  # exit code (EX_TEMPFAIL) of a process that has lost another one: the same command continues
+
 
 class WhorlError(Exception):
     """An error that a user can fix: the problem, the expected value, and the next action.

@@ -1,6 +1,6 @@
 """A world: ranks that a launcher started, on one machine or many, which train what the driver, rank 0, runs.
 
-    torchrun --nproc-per-node 2 -m whorl.parallel.distributed run quickstart
+    torchrun --nproc-per-node 2 -m whorl.parallel.launch.rank run quickstart
 
 `join` reads the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). The driver runs the command; the
 other ranks wait in `serve_calls`. When a task trains, `spawn_replicas` sends them its target and arguments, so every task
@@ -21,7 +21,6 @@ import pickle
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,6 +36,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from whorl.errors import ConfigError
 from whorl.machine.malloc import keep_freed_memory
+from whorl.parallel.launch.spec import ATTEMPT
 from whorl.parallel.process_group import (
     REPLICA_TIMEOUT,
     ProcessGroup,
@@ -45,7 +45,6 @@ from whorl.parallel.process_group import (
     _worlds,
     run_target,
 )
-from whorl.registry import import_attribute
 
 END, QUIT = b"a", b"q"
 SMALL = 1 << 16  # bytes: smaller tensors for one rank travel together
@@ -253,9 +252,8 @@ def join(identity: Mapping[str, Any] | None = None) -> Rank:
             if name not in os.environ:
                 raise ConfigError(f"{name} is not set", do="start the ranks with `whorl launch` or torchrun")
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_TIMEOUT)))
-        attempt = os.environ.get(
-            "TORCHELASTIC_RESTART_COUNT", "0"
-        )  # else a restart meets ranks that have died
+        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        attempt = os.environ.get(ATTEMPT, count)  # else a restart meets ranks that have died
         store = PrefixStore(f"whorl-{attempt}", store)
     if rank == 0:
         store.set("key", secrets.token_hex(16))
@@ -335,17 +333,3 @@ def drive(function: Callable[..., Any], *args: Any, identity: Mapping[str, Any] 
             if pipe is not None:
                 with suppress(OSError):
                     pipe.send_bytes(QUIT)
-
-
-def main() -> None:
-    """Run a command of `whorl` on the ranks of the environment: the arguments of this process."""
-    from whorl import __version__
-
-    command = import_attribute("whorl.cli:main")
-    drive(command, identity={"version": __version__, "command": sys.argv[1:]})
-
-
-if __name__ == "__main__":
-    from whorl.parallel import distributed  # so that its classes have one name
-
-    distributed.main()

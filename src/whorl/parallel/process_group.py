@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 import torch.multiprocessing  # registers how shared tensors are pickled
 
-from whorl.errors import WhorlError
+from whorl.errors import LOST, WhorlError
 from whorl.machine.device_probe import usable_cores
 from whorl.machine.malloc import keep_freed_memory
 from whorl.machine.process import Channel, Child, describe_exit, wait_for
@@ -36,13 +36,11 @@ REPLICA_TIMEOUT = 600.0  # a first step includes compilation; no live replica ta
 
 
 def cores_for_replicas(deterministic: bool) -> int:
-    """Return the ranks of the world (`distributed.py`), else how many replicas get a core.
+    """Return the ranks of a launcher, else how many replicas get a core.
 
     Those are torch's threads, which are measured, or without measurement all usable cores.
     """
-    if (size := world_size()) > 1:
-        return size
-    return max(1, usable_cores() if deterministic else torch.get_num_threads())
+    return launched_ranks() or max(1, usable_cores() if deterministic else torch.get_num_threads())
 
 
 def threads_per_replica(replicas: int) -> int:
@@ -57,6 +55,14 @@ class ReplicaError(WhorlError):
     """
 
     killed = False
+    exit_code = LOST
+
+
+def _failed(rank: int, message: bytes) -> ReplicaError:
+    """Return the error of a replica that has raised: started again, it would raise again."""
+    error = ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
+    error.exit_code = 1
+    return error
 
 
 @dataclass
@@ -107,7 +113,7 @@ class ProcessGroup:
 
     def _parse(self, rank: int, message: bytes) -> tuple[float, ...]:
         if message[:1] == b"e":
-            raise ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
+            raise _failed(rank, message)
         return struct.unpack(f"{(len(message) - 1) // 8}d", message[1:])
 
     def _raise_reported_error(self, rank: int, peer: Connection) -> None:
@@ -115,7 +121,7 @@ class ProcessGroup:
         with suppress(OSError, EOFError):
             while peer.poll(0):
                 if (message := peer.recv_bytes())[:1] == b"e":
-                    raise ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
+                    raise _failed(rank, message)
 
     def _dead_replica_error(self, rank: int) -> ReplicaError:
         """Return an error for a dead peer, with its exit code if this process started it."""
@@ -151,11 +157,23 @@ class World:
 
 
 _worlds: list[World] = []  # at most one
+_local_ranks = 0
 
 
 def world_size() -> int:
     """Return the number of ranks that a launcher started; 1 without a launcher."""
     return _worlds[0].size if _worlds else 1
+
+
+def launched_ranks() -> int:
+    """Return the number of ranks for everything that trains: of the world, or of `use_local_ranks`; 0 if nothing set it."""
+    return _worlds[0].size if _worlds else _local_ranks
+
+
+def use_local_ranks(size: int) -> None:
+    """Train on `size` ranks of this machine, which share its memory, from now on; 0: as many as pay."""
+    global _local_ranks
+    _local_ranks = size
 
 
 def spawn_replicas(size: int, target: Callable[..., None], *args: Any) -> ProcessGroup:

@@ -26,7 +26,7 @@ from whorl.errors import BudgetError, ConfigError
 from whorl.machine.budget import Budget
 from whorl.machine.device_probe import Machine, usable_cores
 from whorl.models import TransformerConfig
-from whorl.parallel.process_group import world_size
+from whorl.parallel.process_group import launched_ranks
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import TrainingCost, decoder_config, training_cost
 from whorl.plan.expected import LOOP_OVERHEAD, build_plan, memory_error
@@ -132,7 +132,7 @@ def _budget_error(config: PlanConfig, steps: int, details: str, least: str) -> B
 def _choose_replicas(config: PlanConfig, machine: Machine) -> int:
     if machine.device != "cpu":
         return 1
-    limit = world_size() if world_size() > 1 else usable_cores() if config.deterministic else machine.threads
+    limit = launched_ranks() or (usable_cores() if config.deterministic else machine.threads)
     return max(n for n in range(1, limit + 1) if config.data.batch_size % n == 0)
 
 

@@ -168,6 +168,14 @@ def is_deterministic(config: BaseModel) -> bool:
     return bool(getattr(config, "deterministic", False) or getattr(train, "deterministic", False))
 
 
+def deterministic_replicas(config: BaseModel) -> int | str:
+    """Return the replicas of a deterministic step; by default they follow from the usable cores, or a launcher's ranks."""
+    from whorl.parallel.process_group import cores_for_replicas  # imports torch
+
+    given = getattr(getattr(config, "run", None), "replicas", None)
+    return given or f"at most one for each of {cores_for_replicas(True)} cores"
+
+
 def step_kinds() -> Mapping[str, StepKind]:
     """Return name -> step for every step of the package."""
     from whorl.recipes import steps

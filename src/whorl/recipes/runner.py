@@ -29,7 +29,13 @@ from whorl.machine.kernel_choice import force_choices, recorded_choices
 from whorl.plan.forecast import RunInputs, forecast
 from whorl.recipes.given_models import A_MODEL, LOGGED, given_artifacts, logged_model
 from whorl.recipes.recipe import Recipe, RecipeStep
-from whorl.recipes.registry import StepContext, StepKind, is_deterministic, start_native_builds
+from whorl.recipes.registry import (
+    StepContext,
+    StepKind,
+    deterministic_replicas,
+    is_deterministic,
+    start_native_builds,
+)
 from whorl.recipes.step_records import FAILED, LEFT_OUT, MADE, StepRecords, run_config
 from whorl.store import Artifact, Build, Store
 from whorl.store.address import canonical_json
@@ -221,13 +227,11 @@ def _deterministic(enabled: bool) -> AbstractContextManager[None]:
 def _hashed_config(kind: StepKind, config: BaseModel) -> dict[str, Any]:
     """Return the settings of a step that are part of its address.
 
-    The number of replicas decides the last bits. So it belongs to a deterministic step; by default it follows from the
-    number of usable cores.
+    The number of replicas decides the last bits. So it belongs to a deterministic step.
     """
     found = config.model_dump(mode="json", exclude=set(kind.not_hashed))
     if is_deterministic(config):
-        given = getattr(getattr(config, "run", None), "replicas", None)
-        found["deterministic_replicas"] = given or f"at most one for each of {usable_cores()} cores"
+        found["deterministic_replicas"] = deterministic_replicas(config)
     return found
 
 

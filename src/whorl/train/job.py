@@ -20,7 +20,7 @@ from whorl.errors import settings_error
 from whorl.machine.memory import MemoryText
 from whorl.models import TransformerConfig
 from whorl.models.transformer_block import YARN_FACTOR
-from whorl.parallel.process_group import world_size
+from whorl.parallel.process_group import launched_ranks
 from whorl.registry import check_permitted, code_named_in, permit_code
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamConfig
@@ -145,8 +145,8 @@ def identity(job: Job) -> dict[str, Any]:
 
 
 def on_world(job: Job) -> Job:
-    """Return the job on all ranks of this world (`parallel/distributed.py`), for any number of replicas in its plan."""
-    return job.model_copy(update={"replicas": world_size()}) if world_size() > 1 else job
+    """Return the job on all ranks of a launcher (`parallel/launch`), for any number of replicas in its plan."""
+    return job.model_copy(update={"replicas": launched_ranks()}) if launched_ranks() else job
 
 
 def job_of_program(settings: Mapping[str, Any]) -> Job:

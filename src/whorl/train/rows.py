@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from whorl.data.epoch_order import EpochOrder
 from whorl.objectives.next_token import Loss
-from whorl.parallel.process_group import threads_per_replica, world_size
+from whorl.parallel.process_group import launched_ranks, threads_per_replica
 from whorl.train.config import ROWS_NOT_HASHED, RowTrainConfig
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
@@ -135,7 +135,7 @@ def train_rows(
         CheckpointError: the checkpoint is of another job.
     """
     c = task.config
-    replicas = c.run.replicas or (1 if "replicas" in task.unsupported else world_size())
+    replicas = c.run.replicas or (1 if "replicas" in task.unsupported else launched_ranks() or 1)
     threads = c.threads or threads_per_replica(replicas)
     options = RunOptions(
         scratch=checkpoint_dir, checkpoint_seconds=c.run.checkpoint_seconds, checkpoint_config=c.run.checkpoints,

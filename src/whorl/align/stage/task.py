@@ -30,8 +30,8 @@ from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import (
     ProcessGroup,
     cores_for_replicas,
+    launched_ranks,
     threads_per_replica,
-    world_size,
 )
 from whorl.tokens.token_encoder import TokenizedExample
 from whorl.train.learner.learner import Learner, SharedState
@@ -66,8 +66,8 @@ def choose_replicas(
         return 1
     if config.run.replicas is not None:
         return min(config.run.replicas, max_replicas)
-    if world_size() > 1:
-        return min(world_size(), max_replicas)
+    if launched_ranks():
+        return min(launched_ranks(), max_replicas)
     small = sum(p.numel() for p in network.model.parameters()) <= MAX_REPLICA_PARAMS
     if not small or network.model.flops_per_token(length) * positions < MIN_REPLICA_FLOPS:
         return 1

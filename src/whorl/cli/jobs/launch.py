@@ -58,8 +58,8 @@ def launch(
     """
     from whorl.errors import ConfigError, one_of
     from whorl.machine.device_probe import usable_cores
-    from whorl.parallel.launch.job import Job
     from whorl.parallel.launch.schedulers import SCHEDULERS, submit_job, write_job
+    from whorl.parallel.launch.spec import LaunchSpec
 
     if on not in PLACES:
         raise ConfigError(f"--on {on}", expected=one_of(on, PLACES))
@@ -72,7 +72,7 @@ def launch(
     ranks = ranks or usable_cores() * nodes
     options = ["--on", "torchrun", "--ranks", str(ranks), "--nodes", str(nodes), "--restarts", str(restarts)]
     python = (sys.executable, "-m")
-    job = Job(
+    job = LaunchSpec(
         run.params["name"] or Path(recipe).stem,
         rank=(*python, "whorl.parallel.launch.rank", *words),
         node=(*python, "whorl.cli", "launch", *words[1:], *options),
@@ -84,9 +84,9 @@ def launch(
     elif on in SCHEDULERS:
         print(submit_job(on, job))
     elif on == "local":
-        from whorl.parallel.process_group import use_replicas
+        from whorl.parallel.process_group import use_local_ranks
 
-        use_replicas(ranks)
+        use_local_ranks(ranks)
         run.command.invoke(run)
     else:
         if on == "torchrun":

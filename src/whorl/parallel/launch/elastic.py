@@ -1,8 +1,8 @@
 """The agent of one node, of torch's elastic launcher (torchrun): starts the ranks, and all again after one was lost.
 
-It differs from `torchrun` in three points. A rank that ends with an error of its own ends the run, since the same error
-would come again. A rank that was killed is named. The name of an attempt is agreed by all nodes through the store of their
-rendezvous; the ranks use it as the prefix of their own store, since keys of the attempt before would mix with theirs.
+It differs from `torchrun` in three points. A rank that ends with an error ends the run, since the same error would come
+again. A rank that was killed is named. All nodes agree on a name of the attempt, through the store of their rendezvous.
+The ranks use it as the prefix of their store: keys of the attempt before would mix with the new ones.
 
 Ranks that neither died nor answered may wait in different collectives. So after a timeout the next attempt runs with
 TORCH_DISTRIBUTED_DEBUG=DETAIL, under which torch names both calls and their ranks.
@@ -22,40 +22,40 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
 
-from whorl.errors import ConfigError
-from whorl.parallel.launch.job import ATTEMPT, LAUNCHER, LOST, Job, describe, ends_the_run
+from whorl.errors import LOST, ConfigError
+from whorl.parallel.launch.spec import ATTEMPT, LAUNCHER, LaunchSpec, describe, ends_the_run
 from whorl.parallel.process_group import ReplicaError
 
 STOP_SECONDS = 90  # after SIGTERM, for a checkpoint; then SIGKILL
 RENDEZVOUS_SECONDS = 900  # for all nodes to start
 
 
-def run_elastic(job: Job) -> int:
+def run_elastic(spec: LaunchSpec) -> int:
     """Run this node's ranks; return their exit code, 128 + the signal if one stopped this process.
 
     Raises:
         ConfigError: several nodes without a rendezvous. ReplicaError: ranks were lost too often, or another node was.
     """
-    if job.nodes > 1 and not job.rendezvous:
+    if spec.nodes > 1 and not spec.rendezvous:
         raise ConfigError(
-            f"--nodes {job.nodes} without a rendezvous", expected="--rendezvous HOST:PORT, the same on each node",
-            do="give host and a free port of the first node; `--on slurm` does so by itself",
+            f"--nodes {spec.nodes} without a rendezvous", expected="--rendezvous HOST:PORT, the same on each node",
+            do="give host and a free port of the first node; with `--on slurm` the script does so",
         )  # fmt: skip
     for name in ("torch.distributed", "torch.elastic"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the messages below replace its own
     os.environ[LAUNCHER] = str(os.getpid())
-    endpoint, local = job.rendezvous or "localhost:0", None if job.rendezvous else "localhost"
-    run_id = job.name if job.rendezvous else uuid.uuid4().hex
+    endpoint, local = spec.rendezvous or "localhost:0", None if spec.rendezvous else "localhost"
+    run_id = spec.name if spec.rendezvous else uuid.uuid4().hex
     meeting = RendezvousParameters(
-        "c10d", endpoint, run_id, job.nodes, job.nodes, local, timeout=RENDEZVOUS_SECONDS, join_timeout=RENDEZVOUS_SECONDS
+        "c10d", endpoint, run_id, spec.nodes, spec.nodes, local, timeout=RENDEZVOUS_SECONDS, join_timeout=RENDEZVOUS_SECONDS
     )  # fmt: skip
     try:
-        spec = WorkerSpec(
-            role=job.name, local_world_size=job.ranks_per_node, entrypoint=job.rank[0], args=job.rank[1:],
-            rdzv_handler=registry.get_rendezvous_handler(meeting), max_restarts=job.restarts,
+        workers = WorkerSpec(
+            role=spec.name, local_world_size=spec.ranks_per_node, entrypoint=spec.rank[0], args=spec.rank[1:],
+            rdzv_handler=registry.get_rendezvous_handler(meeting), max_restarts=spec.restarts,
             monitor_interval=0.1, local_addr=local,
         )  # fmt: skip
-        agent = _Agent(spec, DefaultLogsSpecs(os.devnull), shutdown_timeout=STOP_SECONDS)
+        agent = _Agent(workers, DefaultLogsSpecs(os.devnull), shutdown_timeout=STOP_SECONDS)
         result: RunResult = agent.run()
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
@@ -71,7 +71,7 @@ def run_elastic(job: Job) -> int:
     if ends_the_run(first):
         return first
     raise ReplicaError(
-        f"{describe(codes)}, for the {job.restarts + 1}. time",
+        f"{describe(codes)}, and {spec.restarts} restart{'s' * (spec.restarts != 1)} did not help",
         do="SIGKILL without a cause is the kernel's when memory is full: fewer ranks per node, or smaller batches; "
         "the same command continues",
     )

@@ -7,10 +7,10 @@ import signal
 import sys
 
 from whorl import __version__
-from whorl.errors import WhorlError
+from whorl.errors import LOST, WhorlError
 from whorl.machine.malloc import request_huge_pages
 from whorl.machine.process import die_with_parent
-from whorl.parallel.launch.job import LAUNCHER, LOST
+from whorl.parallel.launch.spec import LAUNCHER
 from whorl.registry import import_attribute
 
 
@@ -18,7 +18,7 @@ def main() -> None:
     """Run the command of this process's arguments on rank 0, and the training that it starts on every rank."""
     die_with_parent(signal.SIGKILL)
     if os.getppid() != int(os.environ.get(LAUNCHER, os.getppid())):
-        raise SystemExit(LOST)  # the launcher was killed before
+        raise SystemExit(1)  # the launcher was killed before
     request_huge_pages()  # before torch is imported
     from whorl.parallel.distributed import drive
 

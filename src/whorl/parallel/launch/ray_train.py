@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import ConfigError
-from whorl.parallel.launch.job import LAUNCHER, Job, describe, ends_the_run
+from whorl.parallel.launch.spec import LAUNCHER, LaunchSpec, describe, ends_the_run
 from whorl.parallel.process_group import ReplicaError
 
 
-def run_ray(job: Job) -> int:
+def run_ray(spec: LaunchSpec) -> int:
     """Run the ranks on the cluster of RAY_ADDRESS, or on a local one; return their exit code.
 
     Raises:
@@ -32,17 +32,17 @@ def run_ray(job: Job) -> int:
     with tempfile.TemporaryDirectory(prefix="whorl-ray-") as folder:
         trainer = TorchTrainer(
             _run_rank,
-            train_loop_config={"command": job.rank, "directory": str(Path.cwd())},
-            scaling_config=ScalingConfig(num_workers=job.ranks),
+            train_loop_config={"command": spec.rank, "directory": str(Path.cwd())},
+            scaling_config=ScalingConfig(num_workers=spec.ranks),
             run_config=RunConfig(
-                name=job.label, storage_path=folder, failure_config=FailureConfig(max_failures=job.restarts)
+                name=spec.label, storage_path=folder, failure_config=FailureConfig(max_failures=spec.restarts)
             ),
             torch_config=TorchConfig(backend="gloo"),
         )
         try:
             result = trainer.fit()
         except Exception as error:
-            raise ReplicaError(f"Ray Train gave up after {job.restarts} restarts: {error}") from error
+            raise ReplicaError(f"Ray Train gave up after {spec.restarts} restarts: {error}") from error
         finally:
             if started:
                 ray.shutdown()
@@ -50,7 +50,7 @@ def run_ray(job: Job) -> int:
 
 
 def _run_rank(config: dict[str, Any]) -> None:
-    """Run one rank in a process of its own; Ray has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """Run one rank in a child process; Ray has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()

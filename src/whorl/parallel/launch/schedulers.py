@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from whorl.errors import ConfigError, WhorlError
-from whorl.parallel.launch.job import LOST, Job
+from whorl.errors import LOST, ConfigError, WhorlError
+from whorl.parallel.launch.spec import LaunchSpec
 
 WARNING_SECONDS = 120  # between the signal and the end
 PORT = 29400
@@ -66,7 +66,7 @@ spec:
     - action: FailJob
       onExitCodes: {{containerName: whorl, operator: In, values: [1, 2]}}
     - action: Ignore
-      onPodConditions: [{{type: DisruptionTarget}}]
+      onPodConditions: [{{type: DisruptionTarget, status: "True"}}]
   template:
     spec:
       subdomain: {label}
@@ -84,53 +84,53 @@ spec:
 
 
 @dataclass(frozen=True)
-class Scheduler:
+class BatchSystem:
     """How a scheduler gets a job. submit: reads `text` from standard input. package: what has its program."""
 
-    text: Callable[[Job], str]
+    text: Callable[[LaunchSpec], str]
     submit: tuple[str, ...]
     package: str
 
 
-def _fields(job: Job) -> dict[str, object]:
+def _fields(spec: LaunchSpec) -> dict[str, object]:
     return {
-        "label": job.label, "nodes": job.nodes, "cpus": job.ranks_per_node, "restarts": job.restarts,
+        "label": spec.label, "nodes": spec.nodes, "cpus": spec.ranks_per_node, "restarts": spec.restarts,
         "seconds": WARNING_SECONDS, "lost": LOST,
     }  # fmt: skip
 
 
-def slurm_script(job: Job) -> str:
+def slurm_script(spec: LaunchSpec) -> str:
     """Return a script for `sbatch`."""
-    return SLURM.format(command=shlex.join(job.node), **_fields(job))
+    return SLURM.format(command=shlex.join(spec.node), **_fields(spec))
 
 
-def kubernetes_manifest(job: Job) -> str:
+def kubernetes_manifest(spec: LaunchSpec) -> str:
     """Return a headless service and an indexed job, whose pod 0 is the rendezvous."""
-    command = [*job.node, "--rendezvous", f"{job.label}-0.{job.label}:{PORT}"]
-    return KUBERNETES.format(command=json.dumps(["whorl", *command[3:]]), **_fields(job))
+    command = [*spec.node, "--rendezvous", f"{spec.label}-0.{spec.label}:{PORT}"]
+    return KUBERNETES.format(command=json.dumps(["whorl", *command[3:]]), **_fields(spec))
 
 
 SCHEDULERS = {
-    "slurm": Scheduler(slurm_script, ("sbatch",), "slurm-client (Debian), on a login node of the cluster"),
-    "kubernetes": Scheduler(kubernetes_manifest, ("kubectl", "apply", "-f", "-"), "kubectl, with access to the cluster"),
+    "slurm": BatchSystem(slurm_script, ("sbatch",), "slurm-client (Debian), on a login node of the cluster"),
+    "kubernetes": BatchSystem(kubernetes_manifest, ("kubectl", "apply", "-f", "-"), "kubectl, with access to the cluster"),
 }  # fmt: skip
 
 
-def write_job(scheduler: str, job: Job, path: Path) -> None:
+def write_job(scheduler: str, spec: LaunchSpec, path: Path) -> None:
     """Write the text for a scheduler into a file.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     try:
-        path.write_text(SCHEDULERS[scheduler].text(job))
+        path.write_text(SCHEDULERS[scheduler].text(spec))
     except OSError as error:
         raise ConfigError(
             f"--write {path}: {error.strerror}", expected="a file that can be written"
         ) from error
 
 
-def submit_job(scheduler: str, job: Job) -> str:
+def submit_job(scheduler: str, spec: LaunchSpec) -> str:
     """Give a job to a scheduler; return the answer of its program.
 
     Raises:
@@ -142,7 +142,7 @@ def submit_job(scheduler: str, job: Job) -> str:
             f"{found.submit[0]} is not installed, so nothing can be given to {scheduler}",
             expected=found.package, do=f"--write FILE, and `{' '.join(found.submit).rstrip(' -')} FILE` where it is",
         )  # fmt: skip
-    done = subprocess.run(found.submit, input=found.text(job), capture_output=True, text=True, check=False)
+    done = subprocess.run(found.submit, input=found.text(spec), capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr or done.stdout).strip()
         raise WhorlError(

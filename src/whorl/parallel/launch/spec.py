@@ -1,4 +1,4 @@
-"""What is launched: one command per rank, on how many ranks and nodes."""
+"""The ranks of a run: their command, their number, their nodes; and which of their exit codes start them again."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from whorl.errors import ConfigError
+from whorl.errors import LOST, ConfigError
 from whorl.machine.process import describe_exit
 
-LOST = 75  # exit code of a rank that has lost another one (EX_TEMPFAIL): all ranks start again
 ATTEMPT = "WHORL_ATTEMPT"  # environment variable: name of this start of the ranks, the same on all of them
 LAUNCHER = "WHORL_LAUNCHER"  # environment variable: process whose end ends the rank
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchSpec:
     """The ranks of a run.
 
     Args:
