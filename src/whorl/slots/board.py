@@ -71,7 +71,7 @@ class Board:
         return int(self._header[1])
 
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Replace the current weights."""
+        """Replace the current weights, or those of them that are given."""
         self._write(tensors, self._views, version)
 
     def publish_flat(self, weights: NDArray[np.float32], version: int) -> None:
@@ -86,8 +86,12 @@ class Board:
             self._views[name].add_(delta)
         self._header[1] += 1
 
+    def tensor(self, name: str) -> Tensor:
+        """Return weights themselves, for a process that reads or moves parts of them without a lock."""
+        return self._views[name]
+
     def read(self, into: Mapping[str, Tensor]) -> int:
-        """Copy the current weights into tensors of equal names and shapes; return their version.
+        """Copy current weights into tensors of their names and shapes; return their version.
 
         Raises:
             ProducerError: the writer died during a `publish`.
@@ -104,8 +108,8 @@ class Board:
 
     def _write(self, tensors: Mapping[str, Tensor], views: Mapping[str, Tensor], version: int) -> None:
         self._header[0] += 1
-        for name, view in views.items():
-            view.copy_(tensors[name].detach())
+        for name, tensor in tensors.items():
+            views[name].copy_(tensor.detach())
         self._header[1] = version
         self._header[0] += 1
 
@@ -114,8 +118,8 @@ class Board:
         while time.monotonic() < deadline:
             before = int(self._header[0])
             if before % 2 == 0:
-                for name, view in views.items():
-                    into[name].copy_(view)
+                for name, tensor in into.items():
+                    tensor.copy_(views[name])
                 version = self.version
                 if int(self._header[0]) == before:
                     return version
