@@ -138,21 +138,21 @@ class Worker:
         loss_sum = count_sum = 0.0
         record["n_rows"].zero_()
         for _ in range(self.method.steps):
-            step_count = 0.0
+            step_count, parts = 0.0, {name: [] for name in self.layout.tables}
             for micro_batch in next(self.batches):
                 loss = self.update.objective(micro_batch)
                 loss.total.backward()  # type: ignore[no-untyped-call]
                 loss_sum += float(loss.total.detach())
                 step_count += float(loss.count)
+                for name, found in parts.items():  # autograd would add sparse gradients in another order
+                    gradient, self.named[name].grad = self.named[name].grad, None
+                    found += [] if gradient is None else [(gradient._indices()[0], gradient._values())]
             count_sum += step_count
-            for t, name in enumerate(self.layout.tables):
-                gradient, self.named[name].grad = self.named[name].grad, None
-                if gradient is None:
-                    continue
+            for t, (name, found) in enumerate(parts.items()):
+                rows, values = (torch.cat(columns) for columns in zip(*found, strict=True))
                 if self.method.unlocked:
-                    record["n_rows"][t] += self._move(name, gradient, step_count, board)
+                    record["n_rows"][t] += self._move(name, rows, values / max(step_count, 1.0), board)
                     continue
-                rows, values = gradient._indices()[0], gradient._values()
                 record["rows"][t, : len(rows)] = rows
                 record["row_gradients"][t, : len(rows)] = values
                 record["n_rows"][t] = len(rows)
@@ -167,14 +167,13 @@ class Worker:
             p.grad = None
         return loss_sum, count_sum
 
-    def _move(self, name: str, gradient: Tensor, count: float, board: Board) -> int:
+    def _move(self, name: str, rows: Tensor, values: Tensor, board: Board) -> int:
         """Move the rows of a table on the board, without a lock; return their number."""
-        gradient = gradient.coalesce()
-        rows, values = gradient.indices()[0], gradient.values() / max(count, 1.0)
         scale = self.problem.lr_scale(float(self.pulled[DONE]))
         self.adagrad.step(name, self.named[name].data, rows, values, scale)
-        board.tensor(f"{name}/moved").index_add_(0, rows, torch.ones(len(rows)))
-        return len(rows)
+        moved = rows.unique()
+        board.tensor(f"{name}/moved").index_add_(0, moved, torch.ones(len(moved)))
+        return len(moved)
 
     def _change(self, record: dict[str, Tensor], board: Board) -> tuple[float, float]:
         """Take local steps, and write start minus end of all weights."""
