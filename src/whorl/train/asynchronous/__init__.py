@@ -1,1 +1,1 @@
-"""The asynchronous family: workers produce gradients, the server is a learner, and the reader decides who waits for whom."""
+"""The asynchronous family: workers produce gradients, the server is a learner, and the reader is the method."""

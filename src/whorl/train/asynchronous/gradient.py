@@ -1,7 +1,4 @@
-"""The record of a worker: a gradient, or the change of some local steps, and how the server's learner takes it.
-
-The sum of weight x gradient has this gradient. So a received gradient is a loss, and every learner can train on it.
-"""
+"""The record of a worker: a gradient, or the change in some local steps, and the loss that passes it to a learner."""
 
 from __future__ import annotations
 
@@ -13,23 +10,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from whorl.objectives.next_token import Loss
 from whorl.slots import Slot, Spec
-from whorl.train.learner.update import Update
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a worker sends: P numbers of dense parameters, and of each of T tables the rows of its batch.
+    """P numbers of dense parameters, and of each of T tables the rows of a batch.
 
-    present: whether each of the N dense parameters has a gradient. n_rows: rows in use of each table; without a lock: rows
-    that the worker has moved itself. loss: summed; count: its divisor. seconds: of the work, without the start of a worker.
+    n_rows: rows in use of each table, or rows that the worker moved itself. loss: summed; count: its divisor.
+    seconds: of the work, without the start of the worker.
     """
 
     dense: Annotated[NDArray[np.float32], "P"]
-    present: Annotated[NDArray[np.bool_], "N"]
     rows: Annotated[NDArray[np.int64], "T", "R"]
     row_gradients: Annotated[NDArray[np.float32], "T", "R", "D"]
     n_rows: Annotated[NDArray[np.int64], "T"]
@@ -38,40 +33,23 @@ class Gradient:
     seconds: NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Names of the parameters that are sent whole and of the tables of which rows are sent, in order."""
-
-    dense: Sequence[str]
-    tables: Sequence[str]
-
-    @classmethod
-    def of(cls, update: Update, *, whole: bool) -> Layout:
-        """Return the layout of an update. whole: tables are sent whole, too."""
-        tables = [] if whole else update.names_for("sparse_adagrad")
-        return cls([name for name in update.param_optims if name not in tables], tables)
-
-    def spec(self, network: nn.Module, max_rows: int) -> Spec[Gradient]:
-        """Return the record's fields. max_rows: the most rows of one table in a record."""
-        named = dict(network.named_parameters())
-        dense, tables = ([named[name] for name in names] for names in (self.dense, self.tables))
-        size = {"T": max(1, len(tables)), "R": max_rows if tables else 1, "D": tables[0].shape[1] if tables else 1}
-        return Spec.from_dataclass(
-            Gradient, P=max(1, sum(p.numel() for p in dense)), N=max(1, len(dense)), **size
-        )
+def gradient_spec(dense: Sequence[Tensor], tables: Sequence[Tensor], max_rows: int) -> Spec[Gradient]:
+    """Return the record's fields. max_rows: the most rows of one table in a record."""
+    sizes = {"P": sum(p.numel() for p in dense), "T": len(tables)}
+    sizes |= {"R": max_rows, "D": tables[0].shape[1]} if tables else {"R": 1, "D": 1}
+    return Spec.from_dataclass(Gradient, **{name: max(1, size) for name, size in sizes.items()})
 
 
-def received_loss(network: nn.Module, layout: Layout, record: Mapping[str, Tensor]) -> Loss:
-    """Return a loss with the value, count and gradients of a record; a parameter without a gradient gets none."""
-    named = dict(network.named_parameters())
-    parameters, total = [named[name] for name in layout.dense], torch.zeros(())
-    pieces = torch.split(record["dense"], [p.numel() for p in parameters])
-    for p, gradient, present in zip(parameters, pieces, record["present"].tolist(), strict=True):
-        if present:
-            total = total + (p.flatten() * gradient).sum()
-    for t, name in enumerate(layout.tables):
-        rows, values = (record[field][t, : int(record["n_rows"][t])] for field in ("rows", "row_gradients"))
-        total = total + (F.embedding(rows, named[name], sparse=True) * values).sum()
+def received_loss(dense: Sequence[Tensor], tables: Sequence[Tensor], record: Mapping[str, Tensor]) -> Loss:
+    """Return a loss with the value, count and gradients of a record: the sum of weight x gradient has this gradient."""
+    pieces = torch.split(record["dense"], [p.numel() for p in dense])
+    terms = [(p.flatten() * gradient).sum() for p, gradient in zip(dense, pieces, strict=True)]
+    rows = (record[name] for name in ("n_rows", "rows", "row_gradients"))
+    for table, n, ids, values in zip(
+        tables, *rows, strict=False
+    ):  # without tables the record has room for one
+        terms.append((F.embedding(ids[: int(n)], table, sparse=True) * values[: int(n)]).sum())
+    total = torch.stack(terms).sum()
     return Loss(total - total.detach() + record["loss"], record["count"], {})
 
 

@@ -6,18 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
 
-import torch
+from torch import nn
 
-from whorl.models import LanguageModel
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.determinism import deterministic
 from whorl.train.job import Job, row_shape
 from whorl.train.learner.update import MicroBatch, Update
 from whorl.train.lm.batches import job_batches, micro_batches
 from whorl.train.lm.build import allocate_shared, build_learner, build_model
-from whorl.train.lm.precision import activation_dtype, muon_dtype
 from whorl.train.optim.lr_schedule import lr_scale
 
 
@@ -31,17 +28,11 @@ class LanguageModelProblem:
     def max_rows(self) -> int:
         return self.job.batch_size * self.job.seq_len
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return muon_dtype(activation_dtype(self.job.dtype))
-
-    def network(self) -> LanguageModel:
-        return build_model(self.job)
-
-    def update(self, network: Any) -> Update:
+    def make(self) -> tuple[nn.Module, Update]:
+        network = build_model(self.job)
         with deterministic():
             learner = build_learner(network, self.job, allocate_shared(network, self.job), ProcessGroup())
-        return learner.updates[0].update
+        return network, learner.updates[0].update
 
     def batches(self, first: int, worker: int, workers: int) -> Iterator[list[MicroBatch]]:
         job, rank = self.job, ProcessGroup(worker, workers)

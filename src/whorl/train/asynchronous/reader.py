@@ -1,132 +1,106 @@
-"""The reader of workers with clocks: it decides who waits for whom.
+"""The reader of workers with clocks. It is the method: a barrier, bounded staleness, or no waiting.
 
-A worker's clock is the number of its records. With staleness s it starts its next record if its clock is at most s ahead of
-the slowest one (stale synchronous parallel: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
-Parameter Server").
-
-    0       a barrier: the records of one clock are read together, for one step (the synchronous parameter server)
-    s > 0   bounded staleness: each record is read when it is ready
-    None    asynchronous: no worker ever waits for another
-
-A worker whose record is read gets its next request at the next read, when the server has published the new weights. A
-record that is not accepted (NaN) is dropped and counted. A worker that dies, or sends MAX_REFUSED such records in a row, is
-named and left out; the others go on.
+A worker's clock is the number of its records. With staleness s it starts the next one if its clock is at most s ahead of the
+slowest (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server"). 0 is a barrier:
+the records of one clock are read together, for one step. Otherwise each is read when it is ready; with None no worker waits
+for another. A worker gets its next request when the server has published the step on its record.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic
 
 from whorl.errors import ProducerError
-from whorl.slots import Board, ProducerHandle, ReaderStats, Slot, SlotRing, SlotState
-from whorl.slots.spec import Record
+from whorl.slots import Board, ProducerHandle, Slot, SlotRing, SlotState
+from whorl.train.asynchronous.gradient import Gradient, is_finite
 
-MAX_REFUSED = 3
+MAX_REFUSED = 3  # records in a row that are not finite, after which a worker is left out
 
 
-class ClockReader(Generic[Record]):
+class ClockReader:
     """Iterates without end over lists of slots, each of which is one step of the server.
 
     Args:
         ring: a slot for each producer.
         producers: numbered 0, 1, ...; record s is of producer s mod their number, with clock s div their number.
         board: whose version decides the lag of a record.
-        accept: whether a record is used.
-        log: receives a message for each worker that is left out.
+        log: receives the name of each worker that is left out, since it died, raised, hung or sent NaN.
 
-    Attributes:
-        lags: records by the number of versions that they were behind. refused: records dropped, by worker.
-        left_out: messages by worker.
+    Attributes: lags (records by versions that they were behind), refused (records that were not finite, by worker),
+        left_out (why, by worker), idle and busy (seconds of all workers).
 
     Raises:
         ProducerError: while iterating, when no worker is left.
     """
 
     def __init__(
-        self,
-        ring: SlotRing[Record],
-        producers: Sequence[ProducerHandle],
-        *,
-        staleness: int | None,
-        board: Board,
-        accept: Callable[[Slot[Record]], bool] = lambda slot: True,
-        log: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.ring, self.staleness, self.board, self.accept, self.log = ring, staleness, board, accept, log
-        self.workers = dict(enumerate(producers))
-        self.n_workers, self.clocks = len(producers), Counter[int]()
-        self.stats, self.lags, self.refused = ReaderStats(), Counter[int](), Counter[int]()
-        self.left_out: dict[int, str] = {}
-        self._in_row = Counter[int]()
-        self._busy: set[int] = set()
-        self._reading: list[Slot[Record]] = []
+        self, ring: SlotRing[Gradient], producers: Sequence[ProducerHandle], staleness: int | None, board: Board,
+        log: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.ring, self.staleness, self.board, self.log = ring, staleness, board, log
+        self.workers, self.n_workers = dict(enumerate(producers)), len(producers)
+        self.clocks, self.lags, self.refused = Counter[int](), Counter[int](), Counter[int]()
+        self.left_out, self.idle, self.busy = dict[int, str](), 0.0, 0.0
+        self._refused_in_row, self._asked, self._reading = Counter[int](), set[int](), list[Slot[Gradient]]()
 
-    def __iter__(self) -> Iterator[list[Slot[Record]]]:
+    def __iter__(self) -> Iterator[list[Slot[Gradient]]]:
         return self
 
-    def __next__(self) -> list[Slot[Record]]:
-        for slot in self._reading:
-            self.ring.release(slot)
-        self._reading = []
-        began = time.perf_counter()
-        while not self._reading or (self.staleness == 0 and self._busy):
+    def __next__(self) -> list[Slot[Gradient]]:
+        while self._reading:
+            self.ring.release(self._reading.pop())
+        while not self._reading or (self.staleness == 0 and self._asked):
             if not self._reading:
                 self._request()
-            if (found := self._receive()) is not None:
-                self._reading.append(found)
-        wait = (time.perf_counter() - began) / len(self._reading)
-        for slot in self._reading:
-            lag = self.board.version - slot.policy_version
-            self.lags[lag] += 1
-            self.stats.add(slot, wait, lag)
+            self._receive()
         return sorted(self._reading, key=lambda slot: slot.producer)
 
     def _request(self) -> None:
         """Request the next record of every worker that may start it."""
-        slowest = min(self.clocks[n] for n in self.workers)
-        for n in self.workers.keys() - self._busy:
-            if self.staleness is None or self.clocks[n] - slowest <= self.staleness:
-                self.workers[n].request(n, self.clocks[n] * self.n_workers + n)
-                self._busy.add(n)
-
-    def _receive(self) -> Slot[Record] | None:
-        """Wait for a record; None if it is not accepted, or if its worker is left out."""
-        busy = [self.workers[n] for n in sorted(self._busy, key=lambda n: (self.clocks[n], n))]
-        ready = busy[0].first_ready(busy, busy[0].timeout) or busy  # none: the first one reports that it hangs
-        number = next(worker.number for worker in busy if worker in ready)
-        try:
-            index = self.workers[number].receive()
-        except ProducerError as error:
-            self._leave_out(number, error.what, error)
-            return None
-        assert index is not None, "a worker is never restarted"
-        slot = self.ring.slots[index]
-        slot.transition(SlotState.READY, SlotState.READING)
-        self._busy.discard(number)
-        self.clocks[number] += 1
-        if self.accept(slot):
-            self._in_row[number] = 0
-            return slot
-        self.ring.release(slot)
-        self.refused[number] += 1
-        self._in_row[number] += 1
-        if self._in_row[number] == MAX_REFUSED:
-            self._leave_out(number, f"worker {number} sent {MAX_REFUSED} gradients in a row that are not finite")
-        return None
-
-    def _leave_out(self, number: int, why: str, cause: Exception | None = None) -> None:
-        self.workers.pop(number).close()
-        self._busy.discard(number)
-        self.left_out[number] = why
         if not self.workers:
             raise ProducerError(
-                f"no worker is left of {self.n_workers}; the last one: {why}",
+                f"no worker is left of {self.n_workers}; the last one: {[*self.left_out.values()][-1]}",
                 do="if they sent NaN, lower the learning rate; if they were killed, check the machine's memory",
-            ) from cause
-        self.log(f"worker {number} is left out, {len(self.workers)} of {self.n_workers} go on: {why}")
+            )
+        slowest = min(self.clocks[n] for n in self.workers)
+        for n in self.workers.keys() - self._asked:
+            if self.staleness is None or self.clocks[n] - slowest <= self.staleness:
+                self.workers[n].request(n, self.clocks[n] * self.n_workers + n)
+                self._asked.add(n)
+
+    def _receive(self) -> None:
+        """Wait for a record; a worker that fails is left out."""
+        asked = [self.workers[n] for n in sorted(self._asked, key=lambda n: (self.clocks[n], n))]
+        # None is ready: the first one reports that it hangs.
+        ready = asked[0].first_ready(asked, asked[0].timeout) or asked
+        number = next(worker.number for worker in asked if worker in ready)
+        try:
+            self.workers[number].receive()
+        except ProducerError as error:
+            self._leave_out(number, error.what)
+            return
+        slot = self.ring.slots[number]
+        slot.transition(SlotState.READY, SlotState.READING)
+        self._asked.remove(number)
+        self.clocks[number] += 1
+        if is_finite(slot):
+            self._refused_in_row[number] = 0
+            self.lags[self.board.version - slot.policy_version] += 1
+            self.idle, self.busy = self.idle + slot.idle, self.busy + slot.busy
+            self._reading.append(slot)
+            return
+        self.ring.release(slot)
+        for counts in (self.refused, self._refused_in_row):
+            counts[number] += 1
+        if self._refused_in_row[number] == MAX_REFUSED:
+            self._leave_out(number, f"it sent {MAX_REFUSED} gradients in a row that are not finite")
+
+    def _leave_out(self, number: int, why: str) -> None:
+        self.workers.pop(number).close()
+        self._asked.discard(number)
+        self.left_out[number] = why
+        self.log(f"worker {number} is left out, {len(self.workers)} of {self.n_workers} remain: {why}")
 
     def close(self) -> None:
         """End the workers."""
