@@ -114,7 +114,7 @@ def all_cases():
 
 
 def test_context_and_experts_over_ranks_equal_one_rank():
-    for found in run_ranks(4, all_cases):
+    for found in run_ranks(4, all_cases, preload=("whorl.models", "whorl.nn.experts")):
         assert len(found) == 20
         assert {name: worst for name, worst in found.items() if not worst < 1e-4} == {}
 

@@ -231,7 +231,7 @@ def apply_layout(
     numbers = stage_numbers(layout.pp, at["pp"], layout.schedule)
     n_stages = layout.pp * len(numbers)
     bounds = [len(model.blocks) * n // n_stages for n in range(n_stages + 1)]
-    places = _places(model, layout, shards, bounds)
+    places = place_parameters(model, layout, shards, bounds)
     keep_blocks(
         model, [range(bounds[n], bounds[n + 1]) for n in numbers], 0 in numbers, n_stages - 1 in numbers
     )
@@ -264,7 +264,9 @@ def apply_layout(
     return LaidOut(mesh, views, places)
 
 
-def _places(model: Any, layout: Layout, shards: Mapping[str, Shard], bounds: list[int]) -> dict[str, Place]:
+def place_parameters(
+    model: Any, layout: Layout, shards: Mapping[str, Shard], bounds: list[int]
+) -> dict[str, Place]:
     """Return where the parameters of a whole model are held. bounds: first block of each stage."""
     held = [stage_numbers(layout.pp, rank, layout.schedule) for rank in range(layout.pp)]
     ranks = [next(r for r, numbers in enumerate(held) if n in numbers) for n in range(len(bounds) - 1)]

@@ -1,0 +1,180 @@
+"""Memory and step time of a job under each layout of a number of ranks, and the choice of `--layout auto`.
+
+    seconds = m S + (pp - 1) S / v  (S: slowest stage of one micro-batch; v: 3 with a zero-bubble schedule)
+              + parameters and gradients (fsdp, data) + update
+
+    S = tokens x FLOPs per token of the stage / flops + blocks x layer_seconds + messages of tp, cp and ep.
+
+    A message of an axis with R ranks takes (R - 1) x latency + sent bytes / bandwidth, a send one latency
+
+Nothing is assumed to overlap, so a GPU's step may be shorter. Bytes and calls are those of `layout_traffic.py`.
+The ranks of an axis are neighbours if the axis is inner: tp, then cp, fsdp, ep, dp, pp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+from whorl.errors import ConfigError
+from whorl.models import Transformer, make_model
+from whorl.models.parallel_parts import check_layout
+from whorl.nn.compiler import meta_device
+from whorl.parallel.layout import AXES, Layout
+from whorl.plan.cluster import ClusterSpec
+from whorl.plan.layout_traffic import StepShape
+from whorl.train.job import Job
+from whorl.train.lm.precision import activation_dtype
+from whorl.train.optim.optimizer import get_optimizer
+
+ZERO_BUBBLE = {"zero_bubble": 3, "zbv": 3, "interleaved": 2}  # by how much the bubble is shorter
+
+
+@dataclass(frozen=True)
+class LayoutCost:
+    """A layout's prediction. refused: why the job cannot run in it, empty if it can.
+
+    seconds: of a step; parts: of it, by "compute", "bubble", "update" and axes. memory_bytes: of the fullest rank.
+    """
+
+    layout: Layout
+    seconds: float = 0.0
+    memory_bytes: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    refused: str = ""
+
+    @property
+    def name(self) -> str:
+        """The layout as `--layout` takes it."""
+        given = {axis: getattr(self.layout, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep")}
+        text = ",".join(f"{axis}={n}" for axis, n in given.items() if n > 1)
+        return (text or "dp=1") + (f",zero={self.layout.zero}" if self.layout.fsdp > 1 else "")
+
+    @property
+    def why(self) -> str:
+        """The parts of a step's time, the largest first; or the reason of a refused layout."""
+        shares = sorted(self.parts.items(), key=lambda part: -part[1])
+        spent = ", ".join(
+            f"{name} {100 * s / self.seconds:.0f} %" for name, s in shares if s > 0.01 * self.seconds
+        )
+        return self.refused or spent
+
+
+def choose_layout(job: Job, cluster: ClusterSpec, ranks: int) -> list[LayoutCost]:
+    """Return all layouts of `ranks` ranks: those that fit by their predicted time, the fastest first; then the refused.
+
+    Raises:
+        ConfigError: no layout fits; with the reason of the one that comes nearest.
+    """
+    with meta_device():
+        model = make_model(job.model, dtype=activation_dtype(job.dtype))
+    n_experts = 0 if job.model.experts is None else job.model.experts.n_experts
+    found = [layout_cost(job, model, cluster, layout) for layout in layouts(ranks, n_experts)]
+    found.sort(key=lambda cost: (bool(cost.refused), cost.seconds or float("inf"), cost.memory_bytes))
+    if found[0].refused:
+        least = min((c for c in found if c.memory_bytes), key=lambda c: c.memory_bytes, default=found[0])
+        raise ConfigError(
+            f"no layout of {ranks} ranks fits this job; nearest: {least.name}: {least.refused}",
+            expected="degrees that divide heads, layers, rows and length, and enough memory",
+            do="change the number of ranks, rows or layers, or use more devices",
+        )
+    return found
+
+
+def layouts(ranks: int, n_experts: int) -> Iterator[Layout]:
+    """Yield the layouts of a number of ranks. n_experts: of a mixture, 0 without one."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for pp, tp, cp, fsdp in product(divisors, repeat=4):
+        dp, rest = divmod(ranks, pp * tp * cp * fsdp)
+        if not rest:
+            for ep in [n for n in divisors if dp % n == 0 and n_experts % n == 0 < n_experts] or [1]:
+                for zero in (1, 2, 3) if fsdp > 1 else (3,):
+                    yield Layout(dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero)
+
+
+def layout_cost(job: Job, model: Transformer, cluster: ClusterSpec, layout: Layout) -> LayoutCost:
+    """Return the prediction of one layout. model: the job's, whole; meta is enough."""
+    try:
+        check_layout(model, layout, job.batch_size, job.seq_len)
+        micro = micro_batches(job, layout)
+        shape = StepShape(model, layout, rows=job.batch_size, length=job.seq_len, micro_batches=micro)
+    except ConfigError as error:
+        return LayoutCost(layout, refused=error.what)
+    memory = max(_memory(job, shape, pp) for pp in {0, layout.pp - 1})
+    if memory > cluster.memory_bytes:
+        what = f"needs {memory / 1e9:.2f} GB of a device's {cluster.memory_bytes / 1e9:.2f} GB"
+        return LayoutCost(layout, memory_bytes=memory, refused=what)
+    parts = _seconds(job, shape, cluster)
+    return LayoutCost(layout, sum(parts.values()), memory, parts)
+
+
+def micro_batches(job: Job, layout: Layout) -> int:
+    """Return the micro-batches of a rank.
+
+    Raises:
+        ConfigError: a pipeline would have fewer than its stages.
+    """
+    rows = job.batch_size // layout.data_ranks
+    micro = -(-rows // (job.micro_batch_size or rows))
+    if layout.pp > 1 and job.micro_batch_size is None:
+        micro = rows
+    if micro < layout.pp:
+        raise ConfigError(f"{micro} micro-batches for {layout.pp} stages of a pipeline")
+    return micro
+
+
+def _memory(job: Job, shape: StepShape, pp: int) -> float:
+    """Return the bytes of a rank of the pipeline axis: weights, gradients, moments and kept activations."""
+    layout, model = shape.layout, shape.model
+    held = {n: prod(s) for n, s in shape.held(dict.fromkeys(AXES, 0) | {"pp": pp}).items()}
+    whole, tables = sum(held.values()), sum(n for name, n in held.items() if name.startswith("memory."))
+    dense = whole - tables
+    largest = max(
+        (sum(n for m, n in held.items() if m.startswith(f"blocks.{b}.")) for b in shape.blocks(pp)), default=0
+    )
+    used = 2 * largest if layout.zero == 3 else dense  # gathered
+    own = dense / layout.fsdp
+    split = own + used if layout.fsdp > 1 else dense
+    gradients = split if layout.zero > 1 else dense
+    moments = 2 * own / layout.dp  # each rank of dp updates a part
+    in_flight = min(shape.micro_batches, layout.pp - pp) if layout.pp > 1 else 1
+    share = len(shape.blocks(pp)) / len(model.blocks) / (layout.cp * layout.tp)
+    kept = model.activation_bytes(shape.rows, shape.length, device=job.device) * share
+    return 4.0 * (split + gradients + moments + tables) + in_flight * kept
+
+
+def _seconds(job: Job, shape: StepShape, cluster: ClusterSpec) -> dict[str, float]:
+    layout, model, m = shape.layout, shape.model, shape.micro_batches
+    tokens = shape.rows * shape.length / (layout.cp * layout.tp)
+    head = 6.0 * model.head_weight.numel()
+    block = (model.flops_per_token(shape.length) - head) / len(model.blocks)
+    strides = {axis: prod(layout.shape[AXES.index(axis) + 1 :]) for axis in AXES}
+    slowest, messages = 0.0, dict[str, float]()
+    for pp in sorted({0, layout.pp // 2, layout.pp - 1}):
+        blocks, last = len(shape.blocks(pp)), shape.n_stages - 1 in shape.stages(pp)
+        compute = tokens * (blocks * block + last * head) / cluster.flops + blocks * cluster.layer_seconds
+        rank = pp * strides["pp"]
+        sent = dict.fromkeys(AXES, 0.0)
+        for (axis, operation), total in shape.traffic(rank).items():
+            size = getattr(layout, axis)
+            link = cluster.link(strides[axis], size)
+            hops = 1 if operation == "send" else (size - 1) * (2 if operation == "all_reduce" else 1)
+            sent[axis] += total.calls * hops * link.latency + total.sent / link.bandwidth
+        if compute + sum(sent.values()) / m >= slowest:
+            slowest, messages, longest = compute + sum(sent.values()) / m, sent, compute
+    parts = {"compute": m * longest, **{axis: s for axis, s in messages.items() if s}}
+    inside = longest + sum(messages[axis] for axis in ("tp", "cp", "ep")) / m
+    parts["bubble"] = (layout.pp - 1) * inside / ZERO_BUBBLE.get(layout.schedule, 1)
+    copies = layout.dp * layout.cp
+    held = {n: s for n, s in shape.held(dict.fromkeys(AXES, 0)).items() if not n.startswith("memory.")}
+    if copies > 1:
+        link = cluster.link(1, copies * strides["fsdp"])
+        size = 4.0 * sum(map(prod, held.values())) / layout.fsdp
+        parts["data"] = 2 * (copies - 1) * (link.latency + size / copies / link.bandwidth)
+    matrices = [s for n, s in held.items() if n.startswith("blocks.") and len(s) == 2 and min(s) > 1]
+    muon = job.optim.optimizer == "muon"
+    update = sum(map(get_optimizer("muon").cost, matrices)) / job.optim.muon_every if muon else 0.0
+    parts["update"] = update / cluster.flops / (copies * layout.fsdp)
+    return parts
