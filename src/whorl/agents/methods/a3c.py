@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from whorl.agents.methods.a2c import A2C, A2CConfig
 from whorl.agents.methods.method import MethodConfig
 from whorl.agents.networks import ActorCritic
 from whorl.objectives.next_token import Loss
+from whorl.train.asynchronous.gradient import recorded_loss
 from whorl.train.learner.update import MicroBatch, Update
 
 
@@ -48,20 +47,15 @@ class A3C(A2C):
     def make_updates(self, networks: ActorCritic) -> list[Update]:
         if self.config.hogwild:
             return []
-        return [replace(super().make_updates(networks)[0], objective=partial(recorded_loss, networks))]
+        parameters = [*networks.parameters()]
+
+        def objective(part: MicroBatch) -> Loss:
+            return recorded_loss(parameters, part["gradient"][:-2], *part["gradient"][-2:])
+
+        return [replace(super().make_updates(networks)[0], objective=objective)]
 
     def minibatches(
         self, networks: ActorCritic, rollout: Mapping[str, Tensor], step: int
     ) -> Iterator[Sequence[MicroBatch]]:
         """Yield the gradient of the record."""
         yield [{"gradient": rollout["gradient"]}]
-
-
-def recorded_loss(networks: nn.Module, part: MicroBatch) -> Loss:
-    """Return a loss with the recorded value, count and gradient: the sum of weight x gradient has this gradient."""
-    flat, value, count = part["gradient"][:-2], *part["gradient"][-2:]
-    parameters = list(networks.parameters())
-    pieces = zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True)
-    total = sum((p.flatten() * g).sum() for p, g in pieces)
-    assert isinstance(total, Tensor)
-    return Loss(total - total.detach() + value, count, {})

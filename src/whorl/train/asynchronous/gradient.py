@@ -40,17 +40,27 @@ def gradient_spec(dense: Sequence[Tensor], tables: Sequence[Tensor], max_rows: i
     return Spec.from_dataclass(Gradient, **{name: max(1, size) for name, size in sizes.items()})
 
 
+def recorded_loss(
+    parameters: Sequence[Tensor], gradient: Tensor, value: Tensor, count: Tensor, *more: Tensor
+) -> Loss:
+    """Return a loss with this value, count and flat gradient [P]: the sum of weight x gradient has this gradient.
+
+    more: terms whose gradients are added.
+    """
+    pieces = torch.split(gradient, [p.numel() for p in parameters])
+    terms = [(p.flatten() * piece).sum() for p, piece in zip(parameters, pieces, strict=True)]
+    total = torch.stack([*terms, *more]).sum()
+    return Loss(total - total.detach() + value, count, {})
+
+
 def received_loss(dense: Sequence[Tensor], tables: Sequence[Tensor], record: Mapping[str, Tensor]) -> Loss:
-    """Return a loss with the value, count and gradients of a record: the sum of weight x gradient has this gradient."""
-    pieces = torch.split(record["dense"], [p.numel() for p in dense])
-    terms = [(p.flatten() * gradient).sum() for p, gradient in zip(dense, pieces, strict=True)]
-    rows = (record[name] for name in ("n_rows", "rows", "row_gradients"))
-    for table, n, ids, values in zip(
-        tables, *rows, strict=False
-    ):  # without tables the record has room for one
-        terms.append((F.embedding(ids[: int(n)], table, sparse=True) * values[: int(n)]).sum())
-    total = torch.stack(terms).sum()
-    return Loss(total - total.detach() + record["loss"], record["count"], {})
+    """Return a loss with the value, count and gradients of a record."""
+    rows = [record[name] for name in ("n_rows", "rows", "row_gradients") if tables]
+    terms = [
+        (F.embedding(ids[: int(n)], table, sparse=True) * values[: int(n)]).sum()
+        for table, n, ids, values in zip(tables, *rows, strict=True)
+    ]
+    return recorded_loss(dense, record["dense"], record["loss"], record["count"], *terms)
 
 
 def is_finite(slot: Slot[Gradient]) -> bool:

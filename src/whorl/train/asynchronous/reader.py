@@ -102,6 +102,14 @@ class ClockReader:
         self.left_out[number] = why
         self.log(f"worker {number} is left out, {len(self.workers)} of {self.n_workers} remain: {why}")
 
+    def unread(self) -> list[Slot[Gradient]]:
+        """Wait for the records that were requested, and return them."""
+        while self._reading:
+            self.ring.release(self._reading.pop())
+        while self._asked:
+            self._receive()
+        return self._reading
+
     def close(self) -> None:
         """End the workers."""
         for worker in self.workers.values():

@@ -105,8 +105,12 @@ class Server:
         self.began = self.began or time.perf_counter() - max(float(slot.data.seconds) for slot in slots)
         self.arrived, self.steps = len(slots), self.steps + 1
         self.tokens += sum(slot.length for slot in slots)
-        self.moved += sum(int(slot.data.n_rows.sum()) for slot in slots) if self.method.unlocked else 0
+        self.count_moved(slots)
         return [[slot.tensors() for slot in slots]]
+
+    def count_moved(self, slots: Sequence[Slot[Gradient]]) -> None:
+        """Count the rows that workers moved without a lock."""
+        self.moved += sum(int(slot.data.n_rows.sum()) for slot in slots if self.method.unlocked)
 
     def lr_scale(self, step: int) -> float:
         """Return the factor on the learning rate of the step in progress."""
@@ -174,6 +178,8 @@ def train(
                 server.learner, reader, server.minibatches, last=1 << 62, lr_scale=server.lr_scale,
                 sync_weights=server.publish, on_step_end=after,
             )  # fmt: skip
+        if server.method.unlocked:
+            server.count_moved(reader.unread())
     finally:
         reader.close()
     return server.network, server.figures(reader)
