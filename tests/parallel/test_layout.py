@@ -39,7 +39,7 @@ def model_of(name):
     generator = torch.Generator().manual_seed(0)
     model = make_model(config(name), generator)
     with torch.no_grad():
-        for p in model.parameters():  # what starts at zero has no gradient before it
+        for p in model.parameters():  # a zero matrix lets no gradient pass
             p.add_(torch.randn(p.shape, generator=generator) * 0.05)
     return model
 

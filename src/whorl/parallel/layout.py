@@ -155,6 +155,11 @@ class Mesh:
         self.layout, self.rank = layout, dist.get_rank()
         self.at = layout.at(self.rank)
         self.torch: DeviceMesh = init_device_mesh(device, layout.shape, mesh_dim_names=AXES)
+        self.ends: dist.ProcessGroup | None = None  # first and last stage, which both have a tied table
+        inside = layout.ranks // layout.pp
+        for rank in range(inside if layout.pp > 1 else 0):
+            group = dist.new_group([rank, rank + (layout.pp - 1) * inside])
+            self.ends = group if rank == self.rank % inside else self.ends
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return the group of ranks that differ from this one on `axes` only; None for one rank."""
@@ -183,7 +188,7 @@ class LaidOut:
         }
 
     def run(self, micro_batches: list[dict[str, Tensor]]) -> list[Any]:
-        """Run forward and backward of all micro-batches; return the losses of the last stage, detached from their graph."""
+        """Run forward and backward of all micro-batches; return their losses on this rank's stages."""
         for stage in self.stages:
             stage.losses.clear()
         context = self.mesh.group("cp")

@@ -35,6 +35,8 @@ class State(Protocol):
     @property
     def weights(self) -> dict[str, Tensor]: ...
     @property
+    def state(self) -> dict[str, Tensor]: ...
+    @property
     def gradients(self) -> dict[str, Tensor]: ...
     @property
     def row_ids(self) -> dict[str, Tensor]: ...
@@ -52,6 +54,8 @@ class ParameterStore(ABC):
         tables: names of its lookup tables.
 
     own: this rank's gradient of each dense parameter. own_rows: ids [capacity] and gradients [capacity, d] of each table.
+    owned, targets, moments: names of the parameters that this rank updates; what it updates, by name; their state.
+    counted: those of which this rank adds the gradient to the norm.
     """
 
     own: dict[str, Tensor]
@@ -62,6 +66,7 @@ class ParameterStore(ABC):
     ) -> None:
         self.group, self.state, self.owners, self.tables = group, state, owners, tables
         self.owned = [name for name, owner in owners.items() if owner == group.rank]
+        self.counted, self.targets, self.moments = set(self.owned), state.weights, state.state
 
     @abstractmethod
     def share(self, values: Sequence[float], seen: set[str]) -> list[tuple[float, ...]]:

@@ -76,7 +76,7 @@ def stage_view(model: Any, own: range, first: bool, last: bool) -> Any:
 class ModelStage(nn.Module):
     """A stage as a module, for schedules and FSDP2.
 
-    losses: of the last stage, one for each micro-batch since they were cleared.
+    losses: one for each micro-batch since they were cleared; before the last stage auxiliary ones.
     """
 
     def __init__(self, model: Any, objective: Any, number: int, of: int) -> None:
@@ -94,12 +94,25 @@ class ModelStage(nn.Module):
         """
         self._received = x
         if not self.is_last:
-            hidden: Tensor = self.objective.hidden(micro_batch)
-            return hidden
+            hidden, loss = self.objective.hidden(micro_batch)
+            self.losses.append(loss)
+            return _Attach.apply(hidden, loss.total) if loss.total.requires_grad else hidden  # type: ignore[no-any-return, no-untyped-call]
         loss = self.objective(micro_batch)
         self.losses.append(loss)
-        total: Tensor = loss.total.view(1)
+        total: Tensor = loss.total.view(1).clone()
         return total
+
+
+class _Attach(torch.autograd.Function):
+    """Hidden states, in whose backward an auxiliary loss has the gradient 1."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0].new_ones((), dtype=torch.float32)
 
 
 class Pipeline:

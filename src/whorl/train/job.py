@@ -39,6 +39,7 @@ LONG_FACTOR = int(YARN_FACTOR)  # of the rows at the end of a run: the model's e
 NON_IDENTITY_FIELDS = {
     "tokens",
     "replicas",
+    "layout",
     "threads",
     "device",
     "serial_loader",
@@ -93,6 +94,9 @@ class Job(BaseModel):
     )
     evaluations: int = Field(default=40, ge=1, description="validations during the run")
     replicas: int = Field(default=1, ge=1)
+    layout: str | None = Field(
+        default=None, description="of the ranks (parallel/layout.py); replicas share the rows"
+    )
     threads: int = Field(default=1, ge=1, description="threads per replica")
     device: str = "cpu"
     dtype: str = Field(default="float32", pattern="^(float32|bfloat16|float16|float8)$")
@@ -146,7 +150,8 @@ def identity(job: Job) -> dict[str, Any]:
 
 def on_world(job: Job) -> Job:
     """Return the job on all ranks of a launcher (`parallel/launch`), for any number of replicas in its plan."""
-    return job.model_copy(update={"replicas": launched_ranks()}) if launched_ranks() else job
+    ranks = launched_ranks()
+    return job.model_copy(update={"replicas": ranks}) if ranks and job.layout is None else job
 
 
 def job_of_program(settings: Mapping[str, Any]) -> Job:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError
 from whorl.nn.norm import BatchNorm
 from whorl.objectives.next_token import Loss
-from whorl.parallel.parameter_store import open_store
 from whorl.parallel.process_group import ProcessGroup, world_size
 from whorl.train.learner.average import Average, Averages
 from whorl.train.learner.update import GradHook, ParamOptim, Update, check_updates
-from whorl.train.learner.zero1 import partition_parameters
+from whorl.train.learner.zero1 import open_update_store
 from whorl.train.optim.clipping import clip_scale, squared_norm, sum_replicas
 from whorl.train.optim.flat_views import contiguous_zeros, flatten_views
 from whorl.train.optim.optimizer import Optimizer, OptimizerInputs, get_optimizer
@@ -165,6 +164,7 @@ class Learner:
         shared: made by rank 0 with `SharedState.allocate`; allocated here by default, for one replica.
         averages: target networks, updated after every round.
         steps_done: rounds done before (a resumed run), for Adam's bias correction and Muon's groups.
+        laid: this rank's part of `networks` (`parallel/layout.py`), whose parameters are trained.
 
     Raises:
         ConfigError: a parameter does not exist or is trained twice.
@@ -180,6 +180,7 @@ class Learner:
         averages: Sequence[Average] = (),
         dtype: torch.dtype = torch.float32,
         steps_done: int = 0,
+        laid: Any = None,
     ) -> None:
         check_updates(networks, list(updates), averages)
         self.networks, self.process_group = networks, process_group or ProcessGroup()
@@ -189,7 +190,7 @@ class Learner:
             p.data = self.shared.weights[name]
         for name, module, own, _ in list(stored_buffers(networks)):
             setattr(module, own, self.shared.buffers[name])
-        self.parameters = dict(networks.named_parameters())
+        self.laid, self.parameters = laid, laid.parameters if laid else dict(networks.named_parameters())
         self.updates = [UpdateState(update, self, dtype, steps_done) for update in updates]
         self.averages = Averages(averages, self.shared.weights, self.shared.averages, self.process_group)
 
@@ -210,39 +211,37 @@ class UpdateState:
     def __init__(self, update: Update, learner: Learner, dtype: torch.dtype, steps_done: int) -> None:
         self.update, self.objective, self.every = update, update.objective, update.every
         self.shared, self.process_group = learner.shared, learner.process_group
-        self.named = {n: learner.parameters[n] for n in update.param_optims}
+        self.named = {n: learner.parameters[n] for n in update.param_optims if n in learner.parameters}
         trained = [p for p in learner.parameters.values() if p.requires_grad]
         # Gradients that the update drops are not computed. None: all, which suits every kind of autograd function.
         self.inputs = list(self.named.values()) if len(self.named) < len(trained) else None
-        shapes = {n: p.shape for n, p in self.named.items()}
-        shards = partition_parameters(update, shapes, self.process_group.size)
-        self.local_shard = shards[self.process_group.rank]
-        owner = {name: rank for rank, names in enumerate(shards) for name in names}
-        owners = {name: owner[name] for name in self.named if name in self.shared.gradients}
-        self.store = open_store(self.process_group, self.shared, owners, update.names_for("sparse_adagrad"))
-        self.dense_names = sorted(self.local_shard, key=list(self.named).index)
-        data = {n: p.data for n, p in self.named.items()}
-        self.sparse_tables = [(n, data[n]) for n in update.names_for("sparse_adagrad")]
-
-        def allocate(name: str, _shape: tuple[int, ...]) -> Tensor:
-            return self.shared.state[name]
-
+        shapes = {n: self.shared.weights[n].shape for n in update.param_optims}
+        self.store = open_update_store(update, shapes, self.process_group, self.shared, learner.laid)
+        owned, self.data = set(self.store.owned), self.store.targets
+        self.dense_names = sorted(owned, key=list(self.named).index)
+        self.sparse_tables = [
+            (n, self.data[n]) for n in update.names_for("sparse_adagrad") if n in self.named
+        ]
+        moments = self.store.moments
         self.optimizers: list[Optimizer] = []
         for rule in update.dense_optimizers if update.apply is None else ():
-            own = {n: data[n] for n in update.names_for(rule) if n in self.local_shard}
+            own = {n: self.data[n] for n in update.names_for(rule) if n in owned}
             of_all = {n: tuple(shapes[n]) for n in update.names_for(rule)}
             chosen = {n: update.param_optims[n] for n in own}
             lr, decay = ({n: getattr(t, field) for n, t in chosen.items()} for field in ("lr", "decay_scale"))
-            inputs = OptimizerInputs(own, of_all, lr, decay, update, dtype, allocate)
+            inputs = OptimizerInputs(own, of_all, lr, decay, update, dtype, lambda n, _: moments[n])
             self.optimizers.append(get_optimizer(rule).make(inputs))
         rates = [update.param_optims[n].lr for n, _ in self.sparse_tables]
-        self.sparse_adagrad = SparseAdagrad(self.sparse_tables, rates[0] if rates else 0.0, allocate=allocate)
+        rate = rates[0] if rates else 0.0
+        self.sparse_adagrad = SparseAdagrad(self.sparse_tables, rate, allocate=lambda n, _: moments[n])
         # The same tensors in every step: the gradients of a single replica, or the sums over all replicas.
-        own, one = self.store.own, self.process_group.size == 1
-        self.reduced_gradients = {n: own[n] if one else torch.empty_like(own[n]) for n in self.dense_names}
+        own = {n: torch.empty_like(self.data[n], dtype=torch.float32) for n in self.dense_names}
+        self.reduced_gradients = own if self.process_group.size > 1 else {n: self.store.own[n] for n in own}
         self.flat_gradients = flatten_views(list(self.reduced_gradients.values()))
+        counted = [g for n, g in self.reduced_gradients.items() if n in self.store.counted]
+        self.counted_gradients = flatten_views(counted) if len(counted) < len(owned) else self.flat_gradients
         self.moments: dict[str, list[Tensor]] = {name: [] for name in self.dense_names}
-        for path, moment in self.shared.state.items():
+        for path, moment in moments.items():
             self.moments.get(path.rpartition("/")[0], []).append(moment)
         self._set_steps(-(-steps_done // self.every))
         self.grad_hook: GradHook | None = None
@@ -265,7 +264,8 @@ class UpdateState:
         """Add the gradients of a micro-batch's summed loss (times the loss scale, if any)."""
         scaler = self.update.loss_scaler
         scale = None if scaler is None else torch.full_like(loss.total, scaler.scale)
-        loss.total.backward(scale, inputs=self.inputs)  # type: ignore[no-untyped-call]
+        if loss.total.requires_grad:  # else a layout has run the backward, too
+            loss.total.backward(scale, inputs=self.inputs)  # type: ignore[no-untyped-call]
         buffers, gradients, own = [], [], self.store.own
         for name, p in self.named.items():
             gradient, p.grad = p.grad, None
@@ -316,8 +316,8 @@ class UpdateState:
         if self.process_group.size > 1:
             square = sum_replicas(self.store.reduce(), gradients, self.update.native)
         kept = self._hold()
-        if square is None or kept:  # frozen gradients do not count
-            square = squared_norm(dense)
+        if square is None or kept or self.counted_gradients is not dense:  # frozen gradients do not count
+            square = squared_norm(self.counted_gradients)
         metrics = {k: v / divisor for k, v in sums.items() if k != "loss_tokens"}
         scaler, nonfinite = self.update.loss_scaler, 0.0
         if scaler is not None:
@@ -345,7 +345,7 @@ class UpdateState:
                 metrics |= self.update.apply([self.named[n] for n in self.dense_names], flat)
         for optimizer in self.optimizers:
             optimizer.step(gradients, lr_scale)
-        self.update.limit_weights([self.named[n] for n in self.dense_names])
+        self.update.limit_weights([self.data[n] for n in self.dense_names])
         for tensor, value in kept:
             tensor.copy_(value)
         self._set_steps(self.steps + 1)
@@ -372,7 +372,7 @@ class UpdateState:
         for name in frozen:
             self.reduced_gradients[name].zero_()
         held = [n for n in self.dense_names if n not in seen or n in frozen]
-        return [(t, t.clone()) for n in held for t in (self.named[n].data, *self.moments[n])]
+        return [(t, t.clone()) for n in held for t in (self.data[n], *self.moments[n])]
 
     def _nonfinite_rows(self) -> float:
         """Number of non-finite values in this rank's gradients of lookup tables."""

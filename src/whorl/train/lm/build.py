@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from whorl.models import LanguageModel, make_model
-from whorl.nn.float8 import use_float8
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import generator
 from whorl.train.determinism import deterministic
@@ -11,9 +10,10 @@ from whorl.train.job import Job
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.learner.update import AcceptStep, Update, accept_if_finite
-from whorl.train.lm.kernels import choose_kernels
+from whorl.train.lm.kernels import choose_kernels, torch_kernels
+from whorl.train.lm.laid_out import LaidOutObjective, lay_out
 from whorl.train.lm.objective import LMObjective, freeze_routers_from, param_optims
-from whorl.train.lm.precision import activation_dtype, make_rounding, muon_dtype
+from whorl.train.lm.precision import activation_dtype, make_rounding, muon_dtype, set_products
 from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.optim import mup
 from whorl.train.resilience.memory_budget import job_activation_checkpointing
@@ -30,8 +30,7 @@ def build_model(job: Job) -> LanguageModel:
             job.device
         )
         mup.scale_head_init(model, job.optim)
-        if job.dtype == "float8":
-            use_float8(model)
+        set_products(model, job.dtype)
         return job_activation_checkpointing(model, job)
 
 
@@ -58,13 +57,21 @@ def build_learner(
 
     choose_always: of `choose_kernels`.
     """
-    kernels = choose_kernels(model, job, choose_always)
-    optim = job.optim
+    optim, moe = job.optim, moe or MoEBalancer(model, job.routing, process_group)
+    laid = objective = None
+    if job.layout is None:
+        kernels = choose_kernels(model, job, choose_always)
+    else:
+        for name, p in model.named_parameters():
+            p.data = shared.weights[name]
+        kernels, laid = torch_kernels(), lay_out(model, job, moe)
+        objective = LaidOutObjective(laid)
     treated = freeze_routers_from(model, param_optims(model, optim), job.routing.freeze_router_step)
     update = Update(
-        LMObjective(
+        objective
+        or LMObjective(
             model,
-            moe or MoEBalancer(model, job.routing, process_group),
+            moe,
             z_loss=job.z_loss,
             compile=job.compile,
             chunk_tokens=kernels.chunk_tokens,
@@ -85,5 +92,11 @@ def build_learner(
         native=kernels.native_update,
     )
     return Learner(
-        model, [update], shared, process_group, dtype=muon_dtype(model.dtype), steps_done=steps_done
+        model,
+        [update],
+        shared,
+        process_group,
+        dtype=muon_dtype(model.dtype),
+        steps_done=steps_done,
+        laid=laid,
     )

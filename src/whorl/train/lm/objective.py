@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from whorl.models import LanguageModel
@@ -138,12 +139,16 @@ class LMObjective:
         )
         return loss.total, loss.count, loss.metrics["nll"]
 
-    def hidden(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the hidden states of a pipeline stage before the last."""
+    def hidden(self, micro_batch: MicroBatch) -> tuple[Tensor, Loss]:
+        """Return the hidden states of a pipeline stage before the last, and its auxiliary losses."""
         segments = micro_batch.get("segment_ids")
         positions = None if segments is None else micro_batch["positions"]
         x, where = self.model.prepare(micro_batch["tokens"], positions, segments)
-        return self.model.trunk(x, where, segments)
+        records: list[Any] = []
+        hidden = self.model.trunk(x, where, segments, routings=records if self.moe else None)
+        zero = hidden.new_zeros((), dtype=torch.float32)
+        loss = Loss(zero, zero, {"nll": zero})
+        return hidden, self.moe.add_aux_losses(loss, records, micro_batch["loss_mask"]) if self.moe else loss
 
     def _masked(self, micro_batch: MicroBatch) -> Loss:
         ids, weights = micro_batch["tokens"], micro_batch["weights"]

@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from whorl.errors import ConfigError
+from whorl.nn.float8 import use_float8
 from whorl.train.learner.update import ParamOptim
 from whorl.train.optim.stochastic_rounding import Rounding, RoundingMode
 
@@ -26,6 +28,12 @@ def activation_dtype(dtype: str) -> torch.dtype:
     """The dtype of activations for a job's `dtype`."""
     found: torch.dtype = getattr(torch, "bfloat16" if dtype == "float8" else dtype)
     return found
+
+
+def set_products(model: nn.Module, dtype: str) -> None:
+    """Let the blocks' products run in a job's `dtype`."""
+    if dtype == "float8":
+        use_float8(model)
 
 
 def muon_dtype(dtype: torch.dtype) -> torch.dtype:

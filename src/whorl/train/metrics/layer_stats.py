@@ -81,7 +81,7 @@ class LayerStats:
         wanted = max(MIN_INTERVAL, self.muon_every, math.ceil(steps / MAX_MEASUREMENTS))
         self.every = between * math.ceil(wanted / between)
         self.layer_groups = sorted({layer_group(n) for n in update.named})
-        self.weights = {n: p.data for n, p in update.named.items() if n in update.local_shard}
+        self.weights = {n: p.data for n, p in update.named.items() if n in update.store.owned}
         self.tables = dict(update.sparse_tables)
         self.steps_done = steps_done
         self._before: dict[int, dict[str, Tensor]] = {}  # weights by the step that ends their interval

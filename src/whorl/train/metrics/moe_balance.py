@@ -58,15 +58,15 @@ class MoEBalancer:
         return bool(self.layers)
 
     def add_aux_losses(
-        self, loss: Loss, routings: list[Routing], mask: Tensor, scale: Tensor | float = 1.0
+        self, loss: Loss, routings: list[Routing], mask: Tensor, scale: Tensor | float = 1.0, first: int = 0
     ) -> Loss:
         """Return `loss` of a micro-batch plus its auxiliary losses, summed over the same tokens.
 
-        mask: of the targets, any shape. scale: of the sums, where `loss` is no sum over tokens. Adds the
-        metrics `moe/aux_loss` (1 = balanced) and `moe/z_loss`, means over the layers.
+        mask: of the targets, any shape. scale: of the sums, where `loss` is no sum over tokens. first: layer of the
+        first routing. Adds the metrics `moe/aux_loss` (1 = balanced) and `moe/z_loss`, means over the layers.
         """
         balance, z = loss.total.new_zeros(()), loss.total.new_zeros(())
-        for n, record in enumerate(routings):
+        for n, record in enumerate(routings, first):
             self.requested[n] += record.requested.double().cpu()
             self.assigned[n] += record.counts.double().cpu()
             loads = self.previous_load[n].to(record.scores.device)

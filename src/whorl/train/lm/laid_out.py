@@ -1,0 +1,110 @@
+"""Pretraining under a layout (`parallel/layout.py`): each rank trains its part of the model.
+
+The learner gets whole passes, so that a schedule can run their micro-batches. Its metrics come from the ranks that have a
+loss or experts; the other ranks add zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whorl.errors import ConfigError
+from whorl.models import LanguageModel
+from whorl.models.parallel_parts import check_layout, tensor_shards
+from whorl.nn.compiler import compiled
+from whorl.nn.experts import MixtureOfExperts, MoERouter
+from whorl.objectives.next_token import Loss
+from whorl.parallel.layout import LaidOut, Layout, Mesh, apply_layout
+from whorl.train.job import Job
+from whorl.train.learner.update import MicroBatch
+from whorl.train.lm.objective import LMObjective
+from whorl.train.metrics.moe_balance import MoEBalancer
+
+
+class StageBalancer:
+    """A `MoEBalancer` of some layers. Ranks of a tensor axis see the same tokens, and one of them adds losses."""
+
+    def __init__(self, whole: MoEBalancer, first: int, counts: bool) -> None:
+        self.whole, self.first, self.counts = whole, first, counts
+
+    def __bool__(self) -> bool:
+        return bool(self.whole)
+
+    def add_aux_losses(self, loss: Loss, routings: list[Any], mask: Tensor) -> Loss:
+        """Return `loss` with the auxiliary losses of these layers."""
+        if self.counts:
+            return self.whole.add_aux_losses(loss, routings, mask, first=self.first)
+        zero = loss.total.new_zeros(())
+        return Loss(loss.total, loss.count, {**loss.metrics, "moe/aux_loss": zero, "moe/z_loss": zero})
+
+
+class LaidOutObjective:
+    """Forward and backward of a pass: a list of micro-batches -> the sum of this rank's losses, without a graph."""
+
+    def __init__(self, laid: LaidOut) -> None:
+        self.laid = laid
+
+    def __call__(self, micro_batches: Any) -> Loss:
+        losses: Sequence[Loss] = self.laid.run(micro_batches)
+        counts = self.laid.mesh.at["tp"] == 0
+
+        def added(values: list[Tensor]) -> Tensor:
+            return torch.stack([value.detach().double() for value in values]).sum() * counts
+
+        metrics = {name: added([each.metrics[name] for each in losses]) for name in losses[0].metrics}
+        return Loss(added([each.total for each in losses]), added([each.count for each in losses]), metrics)
+
+
+def lay_out(model: LanguageModel, job: Job, moe: MoEBalancer) -> LaidOut:
+    """Return this rank's part of `model`, which stays whole. Every rank of the job's layout calls this.
+
+    Raises:
+        ConfigError: the layout does not fit the model, the rows or the number of ranks, or excludes a setting of the job.
+    """
+    layout = Layout.parse(job.layout or "")
+    check_layout(model, layout, job.batch_size, job.seq_len)
+    unsupported = {
+        f"objective = {job.objective!r}": job.objective != "next_token",
+        "dtype = 'float16'": job.dtype == "float16",
+        f"ema = {job.ema}": job.ema > 0,
+        "bf16_weights": job.bf16_weights is not None,
+        "long_ratio with cp": job.long_ratio > 0 and layout.cp > 1,
+    }
+    if wrong := [name for name, is_wrong in unsupported.items() if is_wrong]:
+        raise ConfigError(f"layout {job.layout!r} excludes {wrong[0]}", do="remove one of them")
+    mesh, part = Mesh(layout, torch.device(job.device).type), copy.deepcopy(model)
+    for one, whole in zip(part.modules(), list(model.modules()), strict=True):
+        if isinstance(one, MoERouter) and isinstance(whole, MoERouter):
+            one.balance_bias = whole.balance_bias  # which the balancer of the whole model moves
+
+    def objective(view: Any) -> LMObjective:
+        first = next(n for n, block in enumerate(view.blocks) if hasattr(block, "mixer"))
+        before: list[Any] = list(model.blocks[:first])
+        layers = sum(isinstance(block.mlp, MixtureOfExperts) for block in before)
+        balancer: Any = StageBalancer(moe, layers, counts=mesh.at["tp"] == 0)
+        return LMObjective(view, balancer, z_loss=job.z_loss, compile=False)
+
+    def compile_block(block: nn.Module) -> None:
+        block.forward = compiled(block.forward)
+
+    shards = tensor_shards(model)
+    return apply_layout(part, mesh, shards, objective, compile_block if job.compile and not moe else None)
+
+
+def micro_batches_of_pass(found: list[MicroBatch], job: Job) -> list[MicroBatch]:
+    """Return the micro-batches of a rank's rows; for a pipeline without a given size, as many as it has stages."""
+    layout = Layout.parse(job.layout or "")
+    if len(found) > 1 or layout.pp == 1 or job.micro_batch_size is not None:
+        return found
+    stages = layout.pp * (1 if layout.schedule in ("gpipe", "1f1b") else 2)
+    rows = len(found[0]["tokens"])
+    parts = max((n for n in range(1, rows + 1) if rows % n == 0 and n <= 2 * stages), default=1)
+    return [
+        {name: t[i : i + rows // parts] for name, t in found[0].items()}
+        for i in range(0, rows, rows // parts)
+    ]
