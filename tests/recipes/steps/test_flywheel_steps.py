@@ -158,3 +158,22 @@ def test_thumbs_alone_train_kto(base: Artifact, tmp_path: Path) -> None:
     assert found["preference"].summary["objective"] == "kto" and found["preferences"].summary["singles"] == 60
     assert found["compare"].summary["verdict"] == "better"
     assert found["compare"].summary["measure"] == "liked over disliked"
+
+
+def test_thumbs_that_give_few_pairs_are_all_compared_on(base: Artifact, tmp_path: Path) -> None:
+    log = open_log(f"sqlite:{tmp_path}/both.db")
+    create_topics(log)
+    keys, events = ActorKeys(Path("store/log/keys.db")), list[Any]()
+    for n in range(60):
+        for good in (True, False) if n % 3 == 0 else (n % 2 == 0,):
+            name = f"t{n}-{good}"
+            events.append(completion(name, f"{n}?", "yes" if good else "nay", digest=base.address))
+            events.append(FeedbackGiven(f"r{n % 5}", name, "like" if good else "dislike"))
+    append(log, keys, *events)
+    found = run(f"events.log={log.url}")
+    pairs, thumbs = (
+        found["compare"].summary["measures"][m]["n"] for m in ("held-out pairs", "liked over disliked")
+    )
+    assert found["preference"].summary["objective"] == "dpo" and thumbs > 2 * pairs > 0
+    assert found["compare"].summary["measure"] == "liked over disliked"
+    assert found["compare"].summary["verdict"] == "better"

@@ -168,11 +168,10 @@ def _implicit_reward(
     old, new = (sequence_log_probs(networks[role], texts, pad_id_of(encoder)).numpy() for role in ROLES)
     reward, labels = (new - old)[: 2 * len(pairs)], (new - old)[2 * len(pairs) :]
     prompts = [str(pair.chosen.ids[: pair.chosen.prompt_length].tolist()) for pair in pairs]
-    liked = [x for x, one in zip(labels, single, strict=True) if one.label]
-    others = [x for x, one in zip(labels, single, strict=True) if not one.label]
-    found: dict[str, PairedDifference] = {}
-    if pairs:
-        found["held-out pairs"] = _share(reward[1::2], reward[0::2], prompts)
+    liked, others = (
+        [x for x, one in zip(labels, single, strict=True) if one.label == y] for y in (True, False)
+    )
+    found = {"held-out pairs": _share(reward[1::2], reward[0::2], prompts)} if pairs else {}
     if min(len(liked), len(others)) > 1:
         found["liked over disliked"] = ranked_apart(liked, others)
     # Thumbs give few pairs of one prompt, so the verdict is that of the measure with more independent items.

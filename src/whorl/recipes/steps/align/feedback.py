@@ -37,6 +37,7 @@ def feedback_preferences(ctx: StepContext, config: PreferencesConfig) -> tuple[s
     Raises:
         ConfigError: no parent `events`. DataError: no example for a split.
     """
+    from whorl.align.data.dataset_files import write_dataset
     from whorl.align.data.formats import Preference, UnpairedPreference
     from whorl.loop.feedback_pairs import feedback_examples
 
@@ -60,6 +61,9 @@ def feedback_preferences(ctx: StepContext, config: PreferencesConfig) -> tuple[s
                 + "; ".join(f"{n} left out: {why}" for why, n in found.left_out.items()),
                 do="collect more feedback, on more prompts (two answers to one prompt, or thumbs both up and down)",
             )
+    if shape == "preferences":  # all held-out thumbs, for `compare`
+        thumbs = [UnpairedPreference(**one) for one in found.labels["test"]]
+        write_dataset(ctx.out, "unpaired", "test", thumbs)
     ctx.progress.log(f"    {n_pairs:,} pairs and {found.singles:,} single answers: {SHAPES[shape]} are used")
     ctx.summary.update(
         models=ctx.parents["events"].summary["models"], pairs=dict(found.kinds), singles=found.singles,
