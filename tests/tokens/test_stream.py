@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from whorl.errors import CheckpointError, ConfigError
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.stream import Mixture, Source, StreamBatches, StreamConfig
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -73,12 +77,27 @@ def test_stream_resumes_with_other_workers(folder: Path, size: dict[str, int]) -
 
 
 def test_ranks_share_each_batch(folder: Path) -> None:
-    whole = read(stream(config(folder)), 6)
-    for world in (2, 4):
-        for rank in range(world):
-            own = read(stream(config(folder), rank=rank, world_size=world), 6)
-            for part, batch in zip(own, whole, strict=True):
-                assert torch.equal(part["tokens"], batch["tokens"][rank::world])
+    """After 2, 4 and 1 ranks the rows are those of one; each record is tokenized by one rank."""
+    plain = stream(config(folder))
+    whole, state, at, records = read(plain, 18), None, 0, 0
+    for world in (2, 4, 1):
+        pipes: list[list[Any]] = [[None] * world for _ in range(world)]
+        for low, high in itertools.combinations(range(world), 2):
+            pipes[low][high], pipes[high][low] = Pipe()
+        groups = [ProcessGroup(rank, world, pipes[rank]) for rank in range(world)]
+        readers = [stream(config(folder), group=group, state=state) for group in groups]
+        with ThreadPoolExecutor(world) as threads:
+            found = list(threads.map(lambda reader: read(reader, 6), readers))
+        for rank, own in enumerate(found):
+            for part, batch in zip(own, whole[at : at + 6], strict=True):
+                assert all(torch.equal(t, batch[name][rank::world]) for name, t in part.items())
+        (state,) = {json.dumps(reader.state) for reader in readers}
+        state, at = json.loads(state), at + 6
+        records += sum(reader.reader.stats.records for reader in readers)
+    assert state == plain.state
+    assert (
+        plain.reader.stats.records <= records <= plain.reader.stats.records + 2
+    )  # the first of a start again
 
 
 def test_epoch_has_every_document_once(folder: Path) -> None:

@@ -46,7 +46,7 @@ from whorl.parallel.process_group import (
     run_target,
 )
 
-END, QUIT = b"a", b"q"
+END, QUIT, REQUEST = b"a", b"q", b"s"
 SMALL = 1 << 16  # bytes: smaller tensors for one rank travel together
 JOIN_TIMEOUT = 300.0  # seconds until all ranks have come
 
@@ -59,17 +59,23 @@ class DistributedGroup(ProcessGroup):
     def __init__(self, rank: int, size: int, pipes: list[Connection | None], data: Any) -> None:
         super().__init__(rank, size, pipes)
         self.data, self.ended = data, set[int]()  # ended: ranks whose END has been read
+        self.on_request: Callable[[], object] = lambda: None
 
-    def _receive(self, rank: int, peer: Connection) -> tuple[float, ...]:
+    def _receive(self, rank: int, peer: Connection) -> bytes:
         if rank in self.ended:
             raise ReplicaError(f"rank {rank} has ended training")
         return super()._receive(rank, peer)
 
-    def _parse(self, rank: int, message: bytes) -> tuple[float, ...]:
+    def _check(self, rank: int, message: bytes) -> bytes:
+        if message == REQUEST:
+            self.on_request()
+            pipe = self.pipes[rank]
+            assert pipe is not None
+            return self._receive(rank, pipe)
         if message == END:
             self.ended.add(rank)
             raise ReplicaError(f"rank {rank} has ended training")
-        return super()._parse(rank, message)
+        return super()._check(rank, message)
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
@@ -120,7 +126,7 @@ class DistributedGroup(ProcessGroup):
             for other, pipe in enumerate(self.pipes):
                 try:
                     while pipe is not None and other not in self.ended and pipe.poll(0.05):
-                        self._parse(other, pipe.recv_bytes())
+                        self._check(other, pipe.recv_bytes())
                 except ReplicaError as error:
                     return error
                 except (EOFError, OSError):
@@ -130,14 +136,22 @@ class DistributedGroup(ProcessGroup):
             do="run the same command again: it resumes from the last checkpoint",
         )
 
+    def request(self) -> None:
+        """Let the other ranks call `on_request` at their next barrier, before any of them changes a weight."""
+        if not self.rank:
+            self._send(REQUEST)
+
+    def _send(self, message: bytes) -> None:
+        for pipe in self.pipes:
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.send_bytes(message)
+
     def close(self) -> None:
         """End this rank's part of the call, and wait for the end of the other parts."""
         dist.destroy_process_group(self.data)
         self.data = None
-        for pipe in self.pipes:
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.send_bytes(END)
+        self._send(END)
         for rank, pipe in enumerate(self.pipes):
             with suppress(EOFError, OSError):
                 while pipe is not None and rank not in self.ended and pipe.poll(REPLICA_TIMEOUT):

@@ -48,6 +48,7 @@ class LayoutStore(DistributedStore):
         self.own = {name: torch.zeros_like(parts[name]) for name in dense if name in parts}
         self.whole_names = set(wholes)
         self.wholes = {name: torch.empty_like(state.weights[name]) for name in wholes if owners[name] == rank}
+        self.writers = {name: n % group.size for n, name in enumerate(dense)}  # of what `export` has written
         self.owned = [n for n in dense if n in self.wholes or (n in parts and n not in wholes)]
         self.targets = parts | self.wholes
         self.counted = {name for name in self.owned if name in self.wholes or places.counted(name)}
@@ -77,6 +78,9 @@ class LayoutStore(DistributedStore):
             room, width = state.row_ids[name].shape[1], parts[name].shape[1]
             self.own_rows[name] = torch.zeros(room, dtype=torch.int64), torch.zeros(room, width)
         self.load(state)
+
+    def drop_foreign(self, state: dict[str, Tensor]) -> None:
+        """Keep all: `export` writes to them."""
 
     def load(self, state: State) -> None:
         """Take this rank's parts of whole weights and moments."""

@@ -55,7 +55,7 @@ class ParameterStore(ABC):
 
     own: this rank's gradient of each dense parameter. own_rows: ids [capacity] and gradients [capacity, d] of each table.
     owned, targets, moments: names of the parameters that this rank updates; what it updates, by name; their state.
-    counted: those of which this rank adds the gradient to the norm.
+    counted: those of which this rank adds the gradient to the norm. writers: the rank that saves a parameter of the state.
     """
 
     own: dict[str, Tensor]
@@ -67,6 +67,10 @@ class ParameterStore(ABC):
         self.group, self.state, self.owners, self.tables = group, state, owners, tables
         self.owned = [name for name, owner in owners.items() if owner == group.rank]
         self.counted, self.targets, self.moments = set(self.owned), state.weights, state.state
+        self.writers = owners
+
+    def drop_foreign(self, state: dict[str, Tensor]) -> None:  # noqa: B027
+        """Remove the moments, by "parameter/moment", that other ranks keep."""
 
     @abstractmethod
     def share(self, values: Sequence[float], seen: set[str]) -> list[tuple[float, ...]]:
@@ -154,6 +158,11 @@ class DistributedStore(ParameterStore):
         self.own_rows = {name: (ids[rank], values[rank]) for name, (ids, values) in self.lists.items()}
         self.peers = [other for other in range(size) if other != rank]
         self.names = {r: [name for name, owner in owners.items() if owner == r] for r in range(size)}
+
+    def drop_foreign(self, state: dict[str, Tensor]) -> None:
+        for path in [*state]:
+            if self.owners.get(path.rpartition("/")[0], self.group.rank) != self.group.rank:
+                del state[path]
 
     def share(self, values: Sequence[float], seen: set[str]) -> list[tuple[float, ...]]:
         flags = [name in seen for name in self.owners]

@@ -83,7 +83,26 @@ class ProcessGroup:
         Raises:
             ReplicaError: a peer died or did not respond for REPLICA_TIMEOUT seconds.
         """
-        message = b"v" + struct.pack(f"{len(values)}d", *values)
+        self._send_to_all(b"v" + struct.pack(f"{len(values)}d", *values))
+        answers = []
+        for rank in range(self.size):
+            peer = self.pipes[rank] if self.pipes else None
+            if peer is None:
+                answers.append(values)
+            else:
+                message = self._receive(rank, peer)
+                answers.append(struct.unpack(f"{(len(message) - 1) // 8}d", message[1:]))
+        return answers
+
+    def broadcast_bytes(self, source: int, content: bytes = b"") -> bytes:
+        """Return the bytes of rank `source`; all ranks call this. Raises ReplicaError, as `all_gather_scalars`."""
+        peer = self.pipes[source] if self.pipes else None
+        if peer is not None:
+            return self._receive(source, peer)[1:]
+        self._send_to_all(b"d" + content)
+        return content
+
+    def _send_to_all(self, message: bytes) -> None:
         for rank, peer in enumerate(self.pipes):
             if peer is not None:
                 try:
@@ -91,13 +110,8 @@ class ProcessGroup:
                 except OSError as error:
                     self._raise_reported_error(rank, peer)
                     raise self._dead_replica_error(rank) from error
-        answers = []
-        for rank in range(self.size):
-            peer = self.pipes[rank] if self.pipes else None
-            answers.append(values if peer is None else self._receive(rank, peer))
-        return answers
 
-    def _receive(self, rank: int, peer: Connection) -> tuple[float, ...]:
+    def _receive(self, rank: int, peer: Connection) -> bytes:
         try:
             children = self.children[rank - 1 : rank] if rank else []
             if not wait_for([peer], REPLICA_TIMEOUT, children):
@@ -109,12 +123,12 @@ class ProcessGroup:
             message = peer.recv_bytes()
         except (EOFError, OSError) as error:
             raise self._dead_replica_error(rank) from error
-        return self._parse(rank, message)
+        return self._check(rank, message)
 
-    def _parse(self, rank: int, message: bytes) -> tuple[float, ...]:
+    def _check(self, rank: int, message: bytes) -> bytes:
         if message[:1] == b"e":
             raise _failed(rank, message)
-        return struct.unpack(f"{(len(message) - 1) // 8}d", message[1:])
+        return message
 
     def _raise_reported_error(self, rank: int, peer: Connection) -> None:
         """Raise the error that a dead peer sent before its exit, if any."""
@@ -133,6 +147,9 @@ class ProcessGroup:
         )
         dead.killed = code == -signal.SIGKILL
         return dead
+
+    def request(self) -> None:
+        """Let the other ranks of a world save what they hold of the last finished step (`distributed.py`)."""
 
     def all_reduce_scalars(self, *values: float) -> tuple[float, ...]:
         """The sum over ranks of each value, added in rank order."""

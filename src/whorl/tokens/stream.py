@@ -2,7 +2,8 @@
 
 Record s of a run is a fixed set of blocks of raw text (`corpus/blocks.py`), for any number of workers. The mixture's weights
 select its source, and a global permutation of the source's blocks, drawn from (seed, epoch), selects its blocks. A worker
-tokenizes their documents, shuffles them and packs them into rows. So a run resumes at any row, on any number of workers and
+tokenizes their documents, shuffles them and packs them into rows. Of N ranks each tokenizes every N-th record and sends its
+rows to the others, so no text is tokenized twice. So a run resumes at any row, on any number of workers and
 ranks, with the same data. Its state is two numbers and the fingerprint of the data.
 
 A record has as many rows as its text needs. Its slot is sized for the worst case (one token per byte); memory pages that
@@ -15,6 +16,7 @@ better; larger ones suit remote files.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +30,7 @@ from whorl.corpus.blocks import MAX_DOCUMENT_BYTES, RawFiles, Source
 from whorl.data.epoch_order import EpochOrder
 from whorl.data.quarantine import Quarantine
 from whorl.errors import CheckpointError, ConfigError
+from whorl.parallel.process_group import ProcessGroup
 from whorl.slots import FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
 from whorl.tokens.packing import pack
 from whorl.tokens.tokenizer import Tokenizer
@@ -129,13 +132,18 @@ class Mixture:
 
 @dataclass
 class StreamProducer:
-    """Fills slots with packed rows of raw text. Its pickle is small: files are opened in the worker."""
+    """Fills slots with packed rows of raw text. Its pickle is small: files are opened in the worker.
+
+    Slot s holds record s * world_size + rank.
+    """
 
     config: StreamConfig
+    rank: int = 0
+    world_size: int = 1
     _state: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "_state": {}}
+        return {**self.__dict__, "_state": {}}
 
     def _open_sources(self) -> None:
         c = self.config
@@ -164,13 +172,14 @@ class StreamProducer:
         return files
 
     def fill(self, slot: Slot[StreamRecord], weights: Any, rng: np.random.Generator) -> int:
-        """Write the rows of record `slot.sequence`; returns their number of targets."""
-        source, blocks = self.blocks_in_record(slot.sequence)
+        """Write the rows of the record of `slot.sequence`; returns their number of targets."""
+        record = slot.sequence * self.world_size + self.rank
+        source, blocks = self.blocks_in_record(record)
         rejects = Quarantine(max_kept=0)
         files, tokenizer = self._state["files"][source], self._state["tokenizer"]
         texts = [text for block in blocks for text in files.texts(block, rejects)]
         # The order depends on the record's number only, not on the worker.
-        shuffled = seeds.numpy_rng(self.config.seed, "documents", slot.sequence).permutation(len(texts))
+        shuffled = seeds.numpy_rng(self.config.seed, "documents", record).permutation(len(texts))
         ids = [tokenizer.encode_document(texts[i]) for i in shuffled]
         lengths = np.array([len(i) for i in ids], np.int64)
         starts = np.cumsum(lengths) - lengths
@@ -178,7 +187,7 @@ class StreamProducer:
         n = len(rows)
         if n > slot.data.tokens.shape[0]:
             raise ConfigError(
-                f"record {slot.sequence} needs {n} rows", expected=f"at most {slot.data.tokens.shape[0]}"
+                f"record {record} needs {n} rows", expected=f"at most {slot.data.tokens.shape[0]}"
             )
         if n:
             row_views = StreamRecord(**{name: getattr(slot.data, name)[:n] for name in ROW_FIELDS}, n_rows=slot.data.n_rows,
@@ -214,7 +223,7 @@ class StreamBatches:
         min_targets: instead of batch_size, the least number of targets in a batch; the number of rows then varies.
         workers: processes; 0 makes the same bits in this process.
         state: position to resume from (`state` of an earlier reader).
-        rank, world_size: return only every world_size-th row of each batch, from row `rank`.
+        group: return only every N-th row of each batch, from row `rank`; all N ranks read the same batches together.
 
     Raises:
         CheckpointError: the state is of other data.
@@ -228,20 +237,16 @@ class StreamBatches:
         min_targets: int | None = None,
         workers: int = 1,
         state: dict[str, Any] | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        group: ProcessGroup | None = None,
     ) -> None:
+        self.group = group = group or ProcessGroup()
+        world_size = group.size
         if (batch_size is None) == (min_targets is None) or (batch_size or min_targets or 0) < world_size:
             raise ConfigError(
                 f"batch_size={batch_size}, min_targets={min_targets}, world_size={world_size}",
                 expected="one of batch_size and min_targets, at least world_size",
             )
-        self.batch_size, self.min_targets, self.rank, self.world_size = (
-            batch_size,
-            min_targets,
-            rank,
-            world_size,
-        )
+        self.batch_size, self.min_targets = batch_size, min_targets
         fingerprints = [s.open(config.block_bytes).fingerprint for s in config.sources]
         settings: list[Any] = [
             config.seq_len,
@@ -267,9 +272,12 @@ class StreamBatches:
         self.n_rejected = 0
         ring: SlotRing[StreamRecord] = SlotRing(stream_spec(config), 2 * max(1, workers))
         kind: Any = ProducerProcess if workers else SerialProducer
-        producers = [kind(ring, StreamProducer(config), number=i) for i in range(max(1, workers))]
-        self.reader = FIFOReader(ring, producers, start=self._record)
-        self._slot: Slot[StreamRecord] | None = None
+        self.sharers = group.size if group.pipes else 1  # ranks that cannot send to each other tokenize all
+        rank = group.rank if group.pipes else 0
+        producer = StreamProducer(config, rank, self.sharers)
+        producers = [kind(ring, producer, number=i) for i in range(max(1, workers))]
+        self.reader = FIFOReader(ring, producers, start=-(-(self._record - rank) // self.sharers))
+        self._rows: dict[str, torch.Tensor] | None = None  # of the record
 
     @property
     def state(self) -> dict[str, Any]:
@@ -291,31 +299,45 @@ class StreamBatches:
         while (
             (rows < self.batch_size) if self.batch_size is not None else (targets < (self.min_targets or 0))
         ):
-            if self._slot is None:
+            if self._rows is None:
                 # The reader frees the previous record when it returns the next one.
                 parts = [{name: view.clone() for name, view in part.items()} for part in parts]
-                self._slot = next(self.reader)
-                self.n_rejected += int(self._slot.data.n_rejected)
-            n, mask = int(self._slot.data.n_rows), self._slot.data.loss_mask
+                self._rows = self._read()
+            n, mask = len(self._rows["tokens"]), self._rows["loss_mask"]
             if self.batch_size is not None:
                 end = min(n, self._row + self.batch_size - rows)
             else:
-                cumulative = targets + mask[self._row : n].sum(axis=1).cumsum()
+                cumulative = targets + mask[self._row : n].sum(1).cumsum(0)
                 end = min(n, self._row + int((cumulative < (self.min_targets or 0)).sum()) + 1)
-            views = self._slot.tensors()
-            parts.append({name: views[name][self._row : end] for name in ROW_FIELDS})
+            parts.append({name: t[self._row : end] for name, t in self._rows.items()})
             rows += end - self._row
             targets += int(mask[self._row : end].sum())
             self._row = end
             if end >= n:
-                self._record, self._row, self._slot = self._record + 1, 0, None
+                self._record, self._row, self._rows = self._record + 1, 0, None
         self.tokens_consumed += targets
         batch = parts[0]
         if len(parts) > 1:
             batch = {name: torch.cat([part[name] for part in parts]) for name in ROW_FIELDS}
-        return (
-            batch if self.world_size == 1 else {n: t[self.rank :: self.world_size] for n, t in batch.items()}
-        )
+        rank, size = self.group.rank, self.group.size
+        return batch if size == 1 else {name: t[rank::size] for name, t in batch.items()}
+
+    def _read(self) -> dict[str, torch.Tensor]:
+        """Return the rows of the next record: views of a slot, or what the rank that tokenized it has sent."""
+        rank = self._record % self.sharers
+        if self.sharers > 1 and rank != self.group.rank:
+            rows, rejected = pickle.loads(self.group.broadcast_bytes(rank))
+            self.n_rejected += rejected
+            return {name: torch.from_numpy(array) for name, array in rows.items()}
+        slot = next(self.reader)
+        rejected, n = int(slot.data.n_rejected), int(slot.data.n_rows)
+        self.n_rejected += rejected
+        views = slot.tensors()
+        rows = {name: views[name][:n] for name in ROW_FIELDS}
+        if self.sharers > 1:
+            arrays = {name: view.numpy() for name, view in rows.items()}
+            self.group.broadcast_bytes(rank, pickle.dumps((arrays, rejected)))
+        return rows
 
     def close(self) -> None:
         """End the workers."""

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Generic, NoReturn
 
 import torch
 
 from whorl.errors import WhorlError
 from whorl.parallel.process_group import ProcessGroup, spawn_replicas
-from whorl.train.checkpoint.format import restore
 from whorl.train.checkpoint.manager import CheckpointManager, branch_folder
 from whorl.train.determinism import deterministic
 from whorl.train.learner.average import EMA_INTERVAL, Average, Averages
@@ -34,8 +34,9 @@ from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.metrics.moe_balance import MoEBalancer
 from whorl.train.resilience.heartbeat import open_heartbeat
 from whorl.train.resilience.preemption import Preempted, PreemptedError, PreemptionHandler, preempted_error
-from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
+from whorl.train.resilience.rollback import RollbackStore, restore_snapshot
 from whorl.train.resilience.spike_guard import SpikeGuard, event_line
+from whorl.train.resume import join_world, open_checkpoints, resume
 from whorl.train.task import R, ResumePoint, RunOptions, StepFunction, Task, TrainCallback
 
 __all__ = ["R", "RunOptions", "StepFunction", "Task", "TrainCallback", "Trainer"]
@@ -97,18 +98,9 @@ class Trainer(Generic[R]):
         with ExitStack() as stack:
             stack.enter_context(deterministic(options.deterministic))  # before anything is chosen
             if options.scratch is not None:
-                self.checkpoints = stack.enter_context(
-                    CheckpointManager(
-                        options.scratch,
-                        task.identity,
-                        seconds=options.checkpoint_seconds,
-                        log=self.log,
-                        config=options.checkpoint_config,
-                        stats=options.checkpoint_stats,
-                    )
-                )
+                self.checkpoints = stack.enter_context(open_checkpoints(task, options, self.log))
             last = task.steps if stop_after is None else min(stop_after, task.steps)
-            shared, start = self._resume(last)
+            shared, start = resume(task, options, self.checkpoints, last, self.log)
             self.group = spawn_replicas(options.replicas, _replica_main, task, options, shared, start)
             try:
                 self._train(shared, start)
@@ -116,36 +108,6 @@ class Trainer(Generic[R]):
                 self.group.close()
         self.averages.bind(task.networks, use_average=self.steps_done == task.steps or self.stopped)
         task.networks.eval()
-
-    def _resume(self, last: int) -> tuple[SharedState, ResumePoint]:
-        """Allocate the state, restored from the newest checkpoint if there is one."""
-        task, checkpoints = self.task, self.checkpoints
-        found = task.find_checkpoint(checkpoints) if checkpoints is not None else None
-        if found is None:
-            task.prepare()
-        else:  # the tensors are views of a buffer that the next checkpoint uses
-            own = {n: t.clone() for n, t in found.tensors.items() if not n.startswith(SharedState.PREFIXES)}
-            task.load_state_dict(found.metadata.get("task", found.metadata), own)
-        shared = task.allocate(self.options.replicas)
-        if self.options.ema:
-            shared.allocate_averages(self.options.replicas)
-        first, metadata = 0, dict[str, Any]()
-        if found is not None and checkpoints is not None:
-            first, metadata = found.step, found.metadata
-            restore(
-                shared.tensors(),
-                {n: t for n, t in found.tensors.items() if n.startswith(SharedState.PREFIXES)},
-            )
-            is_branch = bool(metadata.get("is_branch"))
-            metadata = ensure_local_snapshot(
-                checkpoints, metadata, first, shared.tensors(), overwrite=is_branch
-            )
-            if not is_branch:
-                self.log(f"continues at step {first:,} of {task.steps:,}")
-        if checkpoints is not None:
-            parameters = sum(p.numel() for p in task.networks.parameters())
-            checkpoints.prepare({**shared.tensors(), **task.tensors()}, parameters)
-        return shared, ResumePoint(first, last, metadata)
 
     def _train(self, shared: SharedState, start: ResumePoint) -> None:
         """The part that every rank runs."""
@@ -173,10 +135,12 @@ class Trainer(Generic[R]):
         self.rollback_store = RollbackStore(self.checkpoints) if self.checkpoints is not None else None
         ema = Average("", options.ema, every=EMA_INTERVAL)
         self.averages = Averages([ema], shared.weights, shared.averages, self.group)
-        self.stopwatch = PreemptionHandler(listen=self.checkpoints is not None)
+        self.stopwatch = PreemptionHandler(listen=self.checkpoints is not None and not self.group.rank)
         self._hold_preemption()
         try:
             self.learner = task.make_learner(self)
+            save = partial(self._save_and_wait, upload=True)
+            join_world(task, self.group, self.checkpoints, self.learner.writers, save)
             self.layer_stats = task.make_layer_stats(self.learner, start.first)
             if self.layer_stats is not None:
                 self.layer_stats.noise_scale.state = tuple(metadata.get("noise_scale", (0.0, 0.0)))
@@ -226,7 +190,10 @@ class Trainer(Generic[R]):
             self._evaluate(done)
         self._hold_preemption()
         if self.checkpoints is not None and task.may_save(done):
-            if done == task.steps or self.checkpoints.due():
+            is_due = done == task.steps or self.checkpoints.due()
+            if not self.group.shares_memory:  # each rank writes a piece when rank 0 does
+                is_due = bool(self.group.all_gather_scalars(float(is_due))[0][0])
+            if is_due:
                 self._notify("on_checkpoint", done, self.save())
             if self.stopwatch.requested:
                 self.stopwatch.phase = "between steps"
@@ -247,9 +214,7 @@ class Trainer(Generic[R]):
             guard.check_skip_limit()
         if guard.needs_rollback:
             step = guard.roll_back()
-            if self.rollback_store is not None:
-                self.rollback_store.restore(step, self.shared.tensors())
-            self.group.all_gather_scalars()
+            restore_snapshot(self.rollback_store, step, self.shared.tensors(), self.group)
             for event in guard.pop_events():
                 self.report_event(done, event)
             if self.layer_stats is not None:
@@ -282,13 +247,18 @@ class Trainer(Generic[R]):
         self.task.networks.train()
         self.task_state = self.task.state_dict()
 
-    def save(self, *, upload: bool = False) -> float:
-        """Save a checkpoint of the last finished step, unless one exists; return the stall in seconds."""
+    def save(self, *, upload: bool = False, is_request: bool = False) -> float:
+        """Save a checkpoint of the last finished step, unless one exists; return the stall in seconds.
+
+        is_request: rank 0 alone calls this, so the other ranks of a world get a request for their pieces.
+        """
         checkpoints, done = self.checkpoints, self.steps_done
         if checkpoints is None or not self.task.may_save(done):
             return 0.0
         if done == self.last_saved_step and not (upload and done and checkpoints.needs_upload(done)):
             return 0.0
+        if is_request:
+            self.group.request()
         with self.stopwatch.during("checkpoint"):
             tensors = {**self.shared.tensors(), **self.task.tensors()}
             seconds = checkpoints.save(done, tensors, self.state_dict(), upload=upload)
@@ -299,7 +269,11 @@ class Trainer(Generic[R]):
 
     def state_dict(self) -> dict[str, Any]:
         """The metadata of a checkpoint."""
-        state: dict[str, Any] = {"task": self.task_state, "rounds": self.learner.rounds}
+        state: dict[str, Any] = {
+            "task": self.task_state,
+            "rounds": self.learner.rounds,
+            "replicas": self.group.size,
+        }
         state["spike_guard"] = self.guard.state
         if self.layer_stats is not None:
             state["noise_scale"] = self.layer_stats.noise_scale.state
@@ -331,7 +305,7 @@ class Trainer(Generic[R]):
         raise error
 
     def _save_and_wait(self, *, upload: bool = False) -> None:
-        self.save(upload=upload)
+        self.save(upload=upload, is_request=True)
         if self.checkpoints is not None:
             self.checkpoints.finish()
 
@@ -396,5 +370,9 @@ def _replica_main(
     group: ProcessGroup, task: Task[R], options: RunOptions, shared: SharedState, start: ResumePoint
 ) -> None:
     """Run the ranks other than 0."""
-    with deterministic(options.deterministic):
-        Trainer(task, options, group=group)._train(shared, start)
+    with ExitStack() as stack:
+        stack.enter_context(deterministic(options.deterministic))
+        trainer = Trainer(task, options, group=group)
+        if options.scratch is not None and not group.shares_memory:
+            trainer.checkpoints = stack.enter_context(open_checkpoints(task, options))
+        trainer._train(shared, start)

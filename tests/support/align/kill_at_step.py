@@ -67,7 +67,7 @@ def check_resume(train: Any, folder: Path, error: Any = Killed, match: Any = Non
     """
     whole, history, *_ = train()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(error, match=match):
-        patch.setattr("whorl.train.trainer.CheckpointManager", save_each_step)
+        patch.setattr("whorl.train.resume.CheckpointManager", save_each_step)
         train(checkpoint_dir=folder, **killer)
     messages: list[str] = []
     again, rest, *_ = train(checkpoint_dir=folder, log=messages.append)

@@ -13,7 +13,7 @@ from whorl.machine.process import Channel, Child
 from whorl.recipes import parse_recipe, run_recipe
 from whorl.store import Artifact, Store
 from whorl.tracking.progress import Progress
-from whorl.train import trainer
+from whorl.train import resume
 from whorl.train.checkpoint.manager import CheckpointManager
 
 
@@ -47,7 +47,7 @@ def _run_and_die(channel: Channel, text: str, store: Path, pattern: str) -> None
                 os.kill(os.getpid(), signal.SIGKILL)
             return stall
 
-    trainer.CheckpointManager = Dying
+    resume.CheckpointManager = Dying
     run_text(text, store=store)
 
 

@@ -110,8 +110,8 @@ def test_load_latest_rejects_damaged_with_reason(tmp_path: Path, damage: Any, wo
 
 def test_newer_format_raises(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
-    index_is('{"body": {"format": 4, "step": 2}}')(tmp_path / "step-00000002")
-    words = r"checkpoint format 4(.|\n)*use the version that wrote it"
+    index_is('{"body": {"format": 5, "step": 2}}')(tmp_path / "step-00000002")
+    words = r"checkpoint format 5(.|\n)*use the version that wrote it"
     for read in (lambda: load_latest(tmp_path), CheckpointManager(tmp_path, {}).resume):
         with pytest.raises(NewerFormatError, match=words):
             read()

@@ -21,6 +21,7 @@ from tests.support.train.tiny import job
 
 from whorl.machine import kernel_choice
 from whorl.machine.kernel_choice import VARIABLE, fastest, time_candidates
+from whorl.parallel.process_group import ProcessGroup
 from whorl.train.checkpoint import writer
 from whorl.train.checkpoint.format import NewerFormatError
 from whorl.train.checkpoint.manager import CheckpointManager
@@ -29,7 +30,7 @@ from whorl.train.checkpoint.size_report import bytes_per_parameter, format_line
 from whorl.train.checkpoint.stats import CheckpointStats
 from whorl.train.config import CheckpointConfig
 from whorl.train.lm.build import allocate_shared, build_model
-from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
+from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot, restore_snapshot
 from whorl.train.task import TrainCallback
 
 
@@ -358,6 +359,6 @@ def test_remote_resume_makes_local_snapshot(tmp_path: Path) -> None:
         manager.finish()
         assert ensure_local_snapshot(manager, here, 60, state(6)) is here, "it has one that is here"
         tensors = state(0)
-        RollbackStore(manager).restore(50, tensors)
+        restore_snapshot(RollbackStore(manager), 50, tensors, ProcessGroup())
         assert same(tensors, state(5))
         assert ensure_local_snapshot(manager, troubled, 70, state(7))["spike_guard"]["snapshot_step"] is None

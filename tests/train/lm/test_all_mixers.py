@@ -11,7 +11,7 @@ import torch
 from bench.engine.support.no_cache import generate_without_cache
 from tests.support.train.checkpoint_states import load_latest
 from tests.support.train.model_shapes import EXPERTS, HEADS, disturbed, shape
-from tests.support.train.pretraining import assert_equal, assert_resume_is_exact, train, weights
+from tests.support.train.pretraining import assert_close, assert_equal, assert_resume_is_exact, train, weights
 from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.engine import EngineConfig, SamplingParams
@@ -119,6 +119,8 @@ def test_moe_dropout_is_seeded_by_step(tokens: Path, tmp_path: Path) -> None:
     train(wanted, tmp_path / "b", again, stop_after=4, checkpoint_seconds=0.0)
     assert_equal(undisturbed, train(wanted, tmp_path / "b", again))
     assert notes.evaluations == again.evaluations  # validation drops nothing
+    for change in ({"micro_batch_size": 3}, {"replicas": 2}):  # masks are functions of the row
+        assert_close(undisturbed, train(wanted.model_copy(update=change), tmp_path / str(change)))
     without = wanted.model_copy(update={"model": shape(HEADS, experts=EXPERTS)})
     other = weights(train(without, tmp_path / "c"))
     assert any(not torch.equal(p, other[n]) for n, p in undisturbed.named_parameters())

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError, one_of
+from whorl.nn.experts.hashed_uniform import hashed_uniform
 
 RoutingMethod = Literal["token_choice", "dropless", "expert_choice"]
 Scoring = Literal["softmax", "sigmoid"]
@@ -194,6 +195,17 @@ class MoERouter(nn.Module):
         # Small, so that scores begin nearly equal and first choices spread over all experts (Switch, section 2.4).
         self.weight = nn.Parameter(torch.randn(n_experts, d, generator=generator) * 0.3 * d**-0.5)
         self.register_buffer("balance_bias", torch.zeros(n_experts) if bias_balance else None)
+        self.seed, self.rows = 0, None  # of dropout: see `draw_rows`
+
+    rows: Tensor | None
+
+    def draw_rows(self, seed: int, rows: Tensor | None) -> None:
+        """Draw the dropout of the next tokens by row, so that masks are those of any split of the batch.
+
+        seed: of the step and the layer. rows: [R] numbers in the whole batch, of R rows of equal length; None: torch's
+        generator draws, as by default.
+        """
+        self.seed, self.rows = seed, rows
 
     def capacity(self, n_tokens: int) -> int:
         """Return the maximum number of tokens of one expert."""
@@ -238,13 +250,20 @@ class MoERouter(nn.Module):
             else:
                 chosen = assign_with_capacity(preference, self.top_k, capacity, self.overflow)
         if self.training and self.token_dropout:
-            kept = torch.rand(len(scores), 1, device=scores.device) >= self.token_dropout
-            chosen = chosen & kept
+            if self.rows is None:
+                draw = torch.rand(len(scores), device=scores.device)
+            else:
+                positions = torch.arange(len(scores) // len(self.rows), device=scores.device)
+                rows = self.rows.to(scores.device)[:, None]
+                draw = hashed_uniform(self.seed, 1 + rows, positions).flatten()
+            chosen = chosen & (draw >= self.token_dropout)[:, None]
         return chosen, requested
 
     def _dropped_experts(self, preference: Tensor) -> Tensor:
         """Return [E] bool: experts dropped for this batch. At least `top_k` stay, in every group if groups exist."""
         draw = torch.rand(self.n_experts, device=preference.device)
+        if self.rows is not None:  # the same for all rows of the step
+            draw = hashed_uniform(self.seed, torch.arange(self.n_experts, device=preference.device))
         dropped = draw < self.expert_dropout
         pools = draw.view(self.groups[0], -1) if self.groups is not None else draw[None]
         # A token may choose any `top_groups` groups, so each group keeps enough experts.

@@ -15,8 +15,9 @@ The index lists each tensor with its place:
     "weights/head": {"dtype": "F32", "shape": [8192, 384], "pieces": [
         {"file": "state.safetensors", "start": [0, 0], "shape": [8192, 384], "offset": 4096}]}
 
-Names contain no ranks, so any number of replicas, device and dtype can read a state. A *job* resumes only if its identity
-is equal (`job.identity`).
+A rank of a world writes one file, `state-RANK.safetensors`, with the tensors that it keeps, or its parts of them.
+Names of tensors contain no ranks, so any number of replicas, layout, device and dtype can read a state. A *job* resumes only
+if its identity is equal (`job.identity`).
 
 `format` increases when an older reader would misread. A newer format raises: resuming from an older checkpoint instead
 would lose work. An older format is rejected with a message. Several threads read chunks with O_DIRECT into the staging
@@ -29,13 +30,14 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from whorl.errors import CheckpointError
@@ -48,9 +50,10 @@ from whorl.train.checkpoint.staging import (
     StagingBuffer,
     copy_all,
     copy_pool,
+    local_part,
     read_pool,
 )
-from whorl.train.checkpoint.writer import FORMAT, HASH, INDEX, TENSORS
+from whorl.train.checkpoint.writer import FORMAT, HASH, INDEX, PIECES_FORMAT, TENSORS
 
 
 class NewerFormatError(CheckpointError):
@@ -69,13 +72,23 @@ class Checkpoint:
     metadata: dict[str, Any]
 
 
-def build_index(step: int, layout: FileLayout, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the index of a new checkpoint, for `writer.write_checkpoint`."""
+def build_index(
+    step: int,
+    layout: FileLayout,
+    metadata: Mapping[str, Any],
+    file: str = TENSORS,
+    parts: Mapping[str, tuple[Sequence[int], Sequence[int]]] | None = None,
+) -> dict[str, Any]:
+    """Return the index of a new checkpoint, for `writer.write_checkpoint`.
+
+    file: with the tensors. parts: whole shape and first position of the tensors of which this file has a part.
+    """
     tensors = {}
     for name, entry in layout.entries.items():
         shape = list(entry.shape)
-        whole = {"file": TENSORS, "start": [0] * len(shape), "shape": shape, "offset": entry.offset}
-        tensors[name] = {"dtype": entry.dtype, "shape": shape, "pieces": [whole]}
+        whole, start = (parts or {}).get(name, (shape, [0] * len(shape)))
+        piece = {"file": file, "start": list(start), "shape": shape, "offset": entry.offset}
+        tensors[name] = {"dtype": entry.dtype, "shape": list(whole), "pieces": [piece]}
     return {"step": step, "bytes": layout.n_bytes, "tensors": tensors, "metadata": dict(metadata)}
 
 
@@ -88,11 +101,11 @@ def read_index(path: Path) -> dict[str, Any]:
     """
     try:
         body = writer.parse_index((path / INDEX).read_text())
-        if body["format"] != FORMAT:
-            newer = int(body["format"]) > FORMAT
+        if body["format"] not in (FORMAT, PIECES_FORMAT):
+            newer = int(body["format"]) > PIECES_FORMAT
             raise (NewerFormatError if newer else CheckpointError)(
                 f"{path}: checkpoint format {body['format']}",
-                expected=f"{FORMAT}, the format of this version",
+                expected=f"{FORMAT} or {PIECES_FORMAT}, the formats of this version",
                 do="use the version that wrote it" if newer else "remove it: older formats are not converted",
             )
         return body
@@ -112,15 +125,19 @@ def load(path: Path, staging: StagingBuffer | None = None) -> Checkpoint:
     body = read_index(path)
     staging = staging or StagingBuffer()
     try:
-        file = body["files"][TENSORS]
-        size, have = int(file["bytes"]), (path / TENSORS).stat().st_size
-        if have != size:
-            raise CheckpointError(f"{path / TENSORS} has {have:,} bytes", expected=f"{size:,}")
-        whole_pages = -(-size // PAGE) * PAGE
-        staging.ensure_capacity(whole_pages)
+        starts, end = {}, 0
+        for name, file in body["files"].items():
+            size, have = int(file["bytes"]), (path / name).stat().st_size
+            if have != size:
+                raise CheckpointError(f"{path / name} has {have:,} bytes", expected=f"{size:,}")
+            starts[name], end = end, end + -(-size // PAGE) * PAGE
+        staging.ensure_capacity(end)
         with read_pool() as threads:
-            _read(path / TENSORS, file, size, staging.view(0, whole_pages), threads)
-        tensors = {name: _tensor(entry, staging) for name, entry in body["tensors"].items()}
+            for name, file in body["files"].items():
+                size = int(file["bytes"])
+                into = staging.view(starts[name], -(-size // PAGE) * PAGE)
+                _read(path / name, file, size, into, threads)
+        tensors = {name: _tensor(name, entry, starts, staging) for name, entry in body["tensors"].items()}
         return Checkpoint(int(body["step"]), tensors, body["metadata"])
     except CheckpointError:
         raise
@@ -168,13 +185,26 @@ def _read(path: Path, file_entry: Mapping[str, Any], size: int, into: memoryview
             os.close(each)
 
 
-def _tensor(entry: Mapping[str, Any], staging: StagingBuffer) -> Tensor:
-    """Return a tensor of the index, a view of the buffer."""
-    (piece,) = entry["pieces"]
-    dtype, shape = str(entry["dtype"]), tuple(piece["shape"])
-    return staging.tensor(
-        Entry(dtype, shape, int(piece["offset"]), DTYPES_BY_NAME[dtype].itemsize * math.prod(shape))
-    )
+def _tensor(name: str, entry: Mapping[str, Any], starts: Mapping[str, int], staging: StagingBuffer) -> Tensor:
+    """Return a tensor of the index: a view of the buffer, or a new tensor if it has several pieces."""
+    dtype, whole = DTYPES_BY_NAME[str(entry["dtype"])], tuple(entry["shape"])
+    views = []
+    for piece in entry["pieces"]:
+        shape, offset = tuple(piece["shape"]), starts[piece["file"]] + int(piece["offset"])
+        views.append(staging.tensor(Entry(entry["dtype"], shape, offset, dtype.itemsize * math.prod(shape))))
+    found, whole_size = sum(v.numel() for v in views), math.prod(whole)
+    if found != whole_size:
+        where = ", ".join(f"{p['file']} from {p['start']}" for p in entry["pieces"])
+        raise CheckpointError(
+            f"{name} has {found:,} of {whole_size:,} elements: a piece is missing; there is {where}"
+        )
+    if len(views) == 1:
+        return views[0]
+    tensor = torch.empty(whole, dtype=dtype)
+    for piece, view in zip(entry["pieces"], views, strict=True):
+        begins = zip(piece["start"], piece["shape"], strict=True)
+        tensor[tuple(slice(begin, begin + n) for begin, n in begins)] = view
+    return tensor
 
 
 def restore(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
@@ -196,7 +226,7 @@ def restore(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None
                 f"checkpoint tensor {name!r} has dtype {have.dtype}", expected=str(want.dtype)
             )
     with copy_pool() as threads:
-        copy_all([(target[name], tensors[name]) for name in target], threads)
+        copy_all([local_part(target[name], tensors[name]) for name in target], threads)
 
 
 def _error_text(error: Exception) -> str:

@@ -18,11 +18,12 @@ the statistics, so that counts continue after a kill.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from torch import Tensor
 
 from whorl.errors import CheckpointError, DiskFullError
 from whorl.machine.kernel_choice import recorded_choices
+from whorl.parallel.process_group import ProcessGroup
 from whorl.store.address import canonical_json
 from whorl.train.checkpoint.format import Checkpoint, NewerFormatError, build_index, load
+from whorl.train.checkpoint.pieces import Part, own_tensors
 from whorl.train.checkpoint.remote import RemoteCheckpoint, RemoteStore
 from whorl.train.checkpoint.rng_state import (
     restore_rng_state,
@@ -42,6 +45,7 @@ from whorl.train.checkpoint.rng_state import (
 from whorl.train.checkpoint.size_report import bytes_per_parameter
 from whorl.train.checkpoint.staging import FileLayout, StagingBuffer, copy_pool, copy_to_staging
 from whorl.train.checkpoint.stats import CheckpointStats
+from whorl.train.checkpoint.writer import Piece
 from whorl.train.checkpoint.writer_process import AsyncWriter
 from whorl.train.config import CheckpointConfig
 
@@ -92,6 +96,12 @@ class CheckpointManager:
         self.last_uploaded_step: int | None = None  # the last step requested for upload
         self.expected_write_seconds = seconds / 2  # until one is complete; at first an estimate
         self.deferral_counted, self.context = False, ExitStack()
+        self.piece, self.owners, self.parts = Piece(), dict[str, int](), dict[str, Part]()
+
+    def join(self, group: ProcessGroup, owners: Mapping[str, int]) -> None:
+        """Write this rank's piece from now on; all ranks of a world call this. owners: of `own_tensors`."""
+        number = int(group.all_gather_scalars(float(secrets.randbits(48)))[0][0])
+        self.piece, self.owners = Piece(group.rank, group.size, f"{number:012x}"), dict(owners)
 
     def resume(self) -> Checkpoint | None:
         """Return the newest valid checkpoint, local or remote, or None; restore the RNG states.
@@ -233,6 +243,7 @@ class CheckpointManager:
         stats.max_stall_seconds = max(stats.max_stall_seconds, copied - began)
         since = time.time() - stats.last_remote_time
         due_remote = self.config.remote_url is not None and (upload or since >= self.config.remote_interval)
+        due_remote &= not self.piece.rank  # its writer writes the index
         if due_remote:
             stats.last_remote_time, self.last_uploaded_step = time.time(), step
         record = {
@@ -278,6 +289,8 @@ class CheckpointManager:
             self.prepare(tensors)
         assert self.layout is not None
         tensors = {**tensors, **rng_tensors()}
+        if self.piece.size > 1:
+            tensors, self.parts = own_tensors(tensors, self.owners, self.piece.rank)
         if not self.layout.matches(tensors):
             self.layout = FileLayout.from_tensors(tensors)
         copy_to_staging(self.staging, self.layout, tensors, self.copy_pool)
@@ -294,7 +307,8 @@ class CheckpointManager:
         self.writer.submit(
             {
                 "folder": str(folder),
-                "index": build_index(step, self.layout, metadata),
+                "index": build_index(step, self.layout, metadata, self.piece.file, self.parts),
+                "piece": astuple(self.piece),
                 "upload": upload,
                 "wait_for_upload": wait_for_upload,
                 "config": self.config.model_dump(mode="json"),

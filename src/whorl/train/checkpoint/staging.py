@@ -24,12 +24,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 
 from whorl.errors import CheckpointError
 from whorl.machine.device_probe import usable_cores
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 PAGE = 4096
 CHUNK_BYTES = 4 << 20  # bytes that a thread copies at a time
@@ -194,6 +198,29 @@ def copy_to_staging(
         staging.pin()
     staging.view(0, len(layout.header))[:] = layout.header
     copy_all([(staging.tensor(entry), tensors[name]) for name, entry in layout.entries.items()], pool)
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor, without its import, which takes a second."""
+    return hasattr(tensor, "device_mesh")
+
+
+def first_position(tensor: DTensor) -> tuple[int, ...]:
+    """Return the position of the local part's first element in the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(
+        compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+    )
+
+
+def local_part(target: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tensor to copy into and its part of `whole`."""
+    if is_sharded(target):
+        local = target.to_local()
+        begins = zip(first_position(target), local.shape, strict=True)
+        return local, whole[tuple(slice(begin, begin + n) for begin, n in begins)]
+    return target, whole
 
 
 @torch.no_grad()

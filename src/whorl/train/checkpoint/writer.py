@@ -3,6 +3,9 @@
     writing-PID/            temporary: the tensors, and the index with their hashes, both flushed
     step-00001200/          renamed from it, then the parent folder is flushed
 
+The ranks of a world write a piece each, into one temporary folder: `state-RANK.safetensors`, then `piece-RANK.json` with its
+hashes. Rank 0's writer waits for all pieces and writes the index last.
+
 *Hash.* It detects bit flips and truncation, so it need not be cryptographic, only faster than any disk. Measured on one
 core: XXH3 (128 bits) 12 GB/s, SHA-256 0.4 to 1.6, BLAKE3 3; the disk reads 2.5 to 7. Each chunk of 8 MB has a hash, so
 a restore verifies while it reads, on several cores. The index records the hash's name.
@@ -21,20 +24,38 @@ import os
 import shutil
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from whorl.errors import CheckpointError, DiskFullError
-from whorl.files import fsync_path
+from whorl.files import fsync_path, write_atomic
 
-FORMAT = 3
+FORMAT, PIECES_FORMAT = 3, 4  # of one file, and of several, which a reader of format 3 would misread
+PIECE_TIMEOUT = 300.0  # seconds that the index waits for the pieces of other ranks
 HASH = "xxh3-128"
 CHUNK = 8 << 20
 PAGE = 4096
 INDEX, TENSORS = "state.json", "state.safetensors"
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's part of a checkpoint. attempt: equal on all ranks, and new in each start of the run."""
+
+    rank: int = 0
+    size: int = 1
+    attempt: str = ""
+
+    @property
+    def file(self) -> str:
+        return TENSORS if self.size == 1 else f"state-{self.rank:05d}.safetensors"
+
+    def temporary(self, folder: Path, step: int) -> Path:
+        return folder / (f"writing-{os.getpid()}" if self.size == 1 else f"writing-{self.attempt}-{step:08d}")
 
 
 def digest(data: memoryview | bytes) -> str:
@@ -52,7 +73,7 @@ def parse_index(text: str) -> dict[str, Any]:
     """Parse an index. Raises ValueError or KeyError if it is invalid or was changed."""
     found = json.loads(text)
     body: dict[str, Any] = found["body"]
-    if body.get("format") == FORMAT and found[HASH] != digest(_canonical(body)):
+    if body.get("format") in (FORMAT, PIECES_FORMAT) and found[HASH] != digest(_canonical(body)):
         raise ValueError("the content differs from the recorded hash")
     return body
 
@@ -65,30 +86,44 @@ def write_checkpoint(
     keep: int,
     keep_seconds: float | None = None,
     in_use: Collection[str] = (),
+    piece: Piece | None = None,
 ) -> Path:
-    """Write a checkpoint, then apply retention; return its folder.
+    """Write a checkpoint, then apply retention; return its folder. A rank other than 0 writes its piece alone.
 
     Args:
+        piece: by default the only one.
         index: `step`, `bytes`, `tensors`, `metadata`; format, time and hashes are added.
         content: the bytes of the tensor file, readable up to the next page boundary.
         in_use: names of checkpoints that are being uploaded.
 
     Raises:
         DiskFullError: no space; older checkpoints are untouched.
-        CheckpointError: another disk error.
+        CheckpointError: another disk error, or a piece that another rank did not write.
     """
-    step, n_bytes = int(index["step"]), int(index["bytes"])
+    step, n_bytes, piece = int(index["step"]), int(index["bytes"]), piece or Piece()
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob("writing-*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    temporary, final = folder / f"writing-{os.getpid()}", folder / f"step-{step:08d}"
+    temporary, final = piece.temporary(folder, step), folder / f"step-{step:08d}"
+    if not piece.rank:
+        _remove_stale(folder, piece)
     try:
-        temporary.mkdir()
-        chunks = _write_tensors(temporary / TENSORS, content, n_bytes)
+        temporary.mkdir(exist_ok=piece.size > 1)
+        chunks = _write_tensors(temporary / piece.file, content, n_bytes)
+        files = {piece.file: {"bytes": n_bytes, "hash": HASH, "chunk": CHUNK, "chunks": chunks}}
+        if piece.rank:
+            write_atomic(
+                _piece_path(temporary, piece.rank), dump_index({"files": files, "tensors": index["tensors"]})
+            )
+            return temporary
+        tensors = dict(index["tensors"])
+        for rank in range(1, piece.size):
+            part = _wait_for_piece(_piece_path(temporary, rank), step)
+            files |= part["files"]
+            for name, each in part["tensors"].items():
+                pieces = [*tensors.get(name, {"pieces": []})["pieces"], *each["pieces"]]
+                tensors[name] = {**each, "pieces": pieces}
         body = {
-            "format": FORMAT, "step": step, "time": time.time(),
-            "files": {TENSORS: {"bytes": n_bytes, "hash": HASH, "chunk": CHUNK, "chunks": chunks}},
-            "tensors": index["tensors"], "metadata": index["metadata"],
+            "format": FORMAT if piece.size == 1 else PIECES_FORMAT, "step": step, "time": time.time(),
+            "files": files, "tensors": tensors, "metadata": index["metadata"],
         }  # fmt: skip
         (temporary / INDEX).write_text(dump_index(body))
         for path in (temporary / INDEX, temporary):
@@ -108,10 +143,35 @@ def write_checkpoint(
             f"the checkpoint of step {step} cannot be written to {folder}: {error}",
             do="make that folder writable, then run the same command: it resumes from the previous checkpoint",
         ) from error
-    for stale in folder.glob("writing-*"):
-        shutil.rmtree(stale, ignore_errors=True)
+    _remove_stale(folder, piece)
     prune(folder, keep, keep_seconds, in_use)
     return final
+
+
+def _remove_stale(folder: Path, piece: Piece) -> None:
+    """Remove unfinished checkpoints, except those that other ranks write now."""
+    for stale in folder.glob("writing-*"):
+        if piece.size == 1 or not stale.name.startswith(f"writing-{piece.attempt}-"):
+            shutil.rmtree(stale, ignore_errors=True)
+
+
+def _piece_path(folder: Path, rank: int) -> Path:
+    return folder / f"piece-{rank:05d}.json"
+
+
+def _wait_for_piece(path: Path, step: int) -> dict[str, Any]:
+    """Return the index of another rank's piece when it is complete, and remove it."""
+    deadline = time.monotonic() + PIECE_TIMEOUT
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{path.name} of the checkpoint of step {step} is missing after {PIECE_TIMEOUT:.0f} s",
+                expected=f"a folder that all ranks see: {path.parent.parent}",
+            )
+        time.sleep(0.01)
+    found: dict[str, Any] = json.loads(path.read_text())["body"]
+    path.unlink()
+    return found
 
 
 def prune(folder: Path, keep: int, keep_seconds: float | None = None, in_use: Collection[str] = ()) -> None:

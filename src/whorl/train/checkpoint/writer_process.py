@@ -56,6 +56,7 @@ class WriterWorker:
                 keep=request["config"]["keep"],
                 keep_seconds=request["config"]["keep_hours"] and request["config"]["keep_hours"] * 3600,
                 in_use=self.in_use,
+                piece=writer.Piece(*request["piece"]),
             )
         except (DiskFullError, CheckpointError) as error:
             self.notify({"tier": "local", "step": step, "error": error.what, "do": error.do,

@@ -192,6 +192,9 @@ class Learner:
             setattr(module, own, self.shared.buffers[name])
         self.laid, self.parameters = laid, laid.parameters if laid else dict(networks.named_parameters())
         self.updates = [UpdateState(update, self, dtype, steps_done) for update in updates]
+        self.writers = {name: rank for each in self.updates for name, rank in each.store.writers.items()}
+        for each in self.updates:
+            each.store.drop_foreign(self.shared.state)
         self.averages = Averages(averages, self.shared.weights, self.shared.averages, self.process_group)
 
     @property

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from whorl.objectives.generative import masked
@@ -15,7 +16,7 @@ from whorl.parallel.process_group import ProcessGroup
 from whorl.slots import FIFOReader, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.stream import StreamBatches
-from whorl.tracking.seeds import generator
+from whorl.tracking.seeds import derive, generator
 from whorl.train.job import Job, RowShape, first_long_step, row_shape, stream_config
 from whorl.train.learner.update import MicroBatch
 
@@ -40,8 +41,7 @@ def job_batches(
         batch_size=job.batch_size,
         workers=workers,
         state=stream_state,
-        rank=process_group.rank,
-        world_size=process_group.size,
+        group=process_group,
     )
 
 
@@ -78,7 +78,8 @@ def _token_batches(
 def micro_batches(batch: Batch, job: Job, step: int = 0, rank: int = 0) -> list[MicroBatch]:
     """Copy this replica's rows of a batch out of the slot and split them into micro-batches.
 
-    step, rank: number of the batch and of this replica; of masked diffusion, whose draws are those of the whole batch.
+    step, rank: number of the batch and of this replica. Masks of masked diffusion and of the experts' dropout are functions
+        of the step and of a row's number in the whole batch, so they are those of any number of replicas.
     """
     if isinstance(batch, dict):
         views, plain = batch, bool((batch["segment_ids"] <= 1).all())
@@ -87,12 +88,16 @@ def micro_batches(batch: Batch, job: Job, step: int = 0, rank: int = 0) -> list[
     names = UNPACKED_FIELDS if plain else (*UNPACKED_FIELDS, "segment_ids", "positions")
     tensors = {name: views[name].to(job.device, copy=True) for name in names}
     rows, length = tensors["tokens"].shape
+    own = slice(rank, None, job.replicas) if job.stream else slice(rank * rows, (rank + 1) * rows)
     if job.model.masked is not None:
         predicted = masked.targets(views["loss_mask"])
         time, order = masked.draws(rows * job.replicas, length, generator(job.seed, "masks", step))
-        own = slice(rank, None, job.replicas) if job.stream else slice(rank * rows, (rank + 1) * rows)
         packed = (None, None) if plain else (views["segment_ids"], views["positions"])
         weights = masked.weights(predicted, (time[own], order[own]), job.model.masked.block, *packed)
         tensors |= {"weights": weights.to(job.device), "loss_mask": predicted.to(job.device)}
+    experts = job.model.experts
+    if experts is not None and (experts.expert_dropout or experts.token_dropout):
+        numbers = torch.arange(rows * job.replicas)[own]
+        tensors |= {"row": numbers, "seed": torch.full_like(numbers, derive(job.seed, "dropout", step))}
     size = max(1, job.micro_batch_size * job.seq_len // length) if job.micro_batch_size else rows
     return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]

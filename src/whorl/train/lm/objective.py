@@ -160,6 +160,8 @@ class LMObjective:
         return Loss(total, micro_batch["loss_mask"].sum().float(), {"nll": nll})
 
     def __call__(self, micro_batch: MicroBatch) -> Loss:
+        if "row" in micro_batch:
+            self.moe.draw_rows(int(micro_batch["seed"][0]), micro_batch["row"])
         if "weights" in micro_batch:
             return self._masked(micro_batch)
         segments = micro_batch.get("segment_ids")

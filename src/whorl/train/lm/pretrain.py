@@ -13,14 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from whorl.errors import BudgetError
 from whorl.models import LanguageModel, load_model
 from whorl.tokens.loader import TokenProducer
 from whorl.tokens.stream import StreamBatches
-from whorl.tracking.seeds import derive
 from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.job import Job, RowShape, identity, on_world, row_shape, steps_per_epoch
@@ -157,8 +155,6 @@ class PretrainTask(Task[Batch]):
         return cast("AbstractContextManager[Iterator[Batch]]", self.records)
 
     def minibatches(self, record: Batch) -> list[list[MicroBatch]]:
-        if self.trainer.moe.stochastic:  # seeded by step number, so that a resumed run draws the same numbers
-            torch.manual_seed(derive(self.job.seed, "dropout", self.learner.rounds, self.trainer.group.rank))
         return [micro_batches(record, self.job, self.learner.rounds, self.trainer.group.rank)]
 
     def lr_scale(self, step: int) -> float:

@@ -21,6 +21,7 @@ from whorl.nn.experts.monitor import load_stats
 from whorl.objectives.next_token import Loss
 from whorl.objectives.routing import load_balance, router_z
 from whorl.parallel.process_group import ProcessGroup
+from whorl.tracking.seeds import derive
 from whorl.train.config import RoutingConfig
 
 
@@ -40,7 +41,8 @@ class MoEBalancer:
         state: list[list[float]] | None = None,
     ) -> None:
         self.config, self.process_group = config, process_group
-        self.layers = [m for m in network.modules() if isinstance(m, MixtureOfExperts)]
+        found = {n: m for n, m in network.named_modules() if isinstance(m, MixtureOfExperts)}
+        self.names, self.layers = [*found], [*found.values()]
         self.requested = [torch.zeros(m.router.n_experts, dtype=torch.float64) for m in self.layers]
         self.assigned = [torch.zeros_like(w) for w in self.requested]
         # uniform at first: the loss is then 1 without a gradient
@@ -49,10 +51,10 @@ class MoEBalancer:
         for part, load in zip(self._kept(), state, strict=True) if state is not None else ():
             part.copy_(torch.tensor(load, dtype=torch.float64))
 
-    @property
-    def stochastic(self) -> bool:
-        """Whether experts or tokens are dropped at random in training."""
-        return any(m.router.expert_dropout or m.router.token_dropout for m in self.layers)
+    def draw_rows(self, seed: int, rows: Tensor | None) -> None:
+        """Draw the dropout of the next micro-batch by row (`MoERouter.draw_rows`). seed: of the step."""
+        for name, layer in zip(self.names, self.layers, strict=True):
+            layer.router.draw_rows(derive(seed, name), rows)
 
     def __bool__(self) -> bool:
         return bool(self.layers)

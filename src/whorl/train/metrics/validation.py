@@ -35,7 +35,7 @@ from whorl.tokens.loader import TokenBatch
 from whorl.tokens.packing import pack
 from whorl.tokens.shards import TokenSet
 from whorl.tracking.seeds import generator
-from whorl.train.checkpoint.format import restore
+from whorl.train.checkpoint.pieces import restore_named
 
 if TYPE_CHECKING:
     from whorl.train.job import Job
@@ -177,19 +177,22 @@ class BestWeights:
             return
         older = sorted(_folder(trainer).glob("best-*"))
         trainer.checkpoints.save_named(_path(trainer, done), done, trainer.shared.tensors())
-        for path in older[:-1]:  # the last one may be the only complete one
+        for path in older[:-1] if not trainer.group.rank else ():  # the last one may be the only complete one
             shutil.rmtree(path, ignore_errors=True)
 
     def _restore(self, trainer: Any, done: int, what: str) -> bool:
-        step, saved = self.state["step"], False
-        if trainer.checkpoints is not None:
-            trainer.checkpoints.finish()
+        step, saved, checkpoints = self.state["step"], False, trainer.checkpoints
+        if checkpoints is not None:
+            checkpoints.finish()
             saved = any(_path(trainer, step).glob("step-*"))  # absent if the run continued on another machine
-            if saved:
-                restore(trainer.shared.tensors(), trainer.checkpoints.load_named(_path(trainer, step)))
+        saved = bool(trainer.group.all_gather_scalars(float(saved))[0][0])
+        if saved:
+            path = Path() if checkpoints is None else _path(trainer, step)
+            restore_named(checkpoints, path, trainer.shared.tensors(), trainer.group)
+        if checkpoints is not None:
             action = f"the weights of step {step:,} are saved" if saved else "the last weights are saved"
             trainer.report_event(done, {"kind": "overfitting", "message": what, "action": action})
-        return any(found for (found,) in trainer.group.all_gather_scalars(float(saved)))
+        return saved
 
 
 def _folder(trainer: Any) -> Path:

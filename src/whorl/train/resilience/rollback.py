@@ -18,8 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from whorl.errors import CheckpointError
-from whorl.train.checkpoint.format import restore
+from whorl.parallel.process_group import ProcessGroup
 from whorl.train.checkpoint.manager import CheckpointManager
+from whorl.train.checkpoint.pieces import restore_named
 from whorl.train.learner.update import DivergedError
 
 
@@ -50,7 +51,7 @@ def ensure_local_snapshot(
 
 
 class RollbackStore:
-    """The snapshots of one job, by step number; rank 0 only."""
+    """The snapshots of one job, by step number; of rank 0, or of each rank of a world."""
 
     def __init__(self, checkpointer: CheckpointManager) -> None:
         self.checkpointer, self.folder = checkpointer, checkpointer.folder / "good"
@@ -59,20 +60,7 @@ class RollbackStore:
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Write the snapshot of `step`; after a kill it is written again with the same bits."""
-        self.checkpointer.save_named(self._path(step), step, tensors)
-
-    def restore(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Copy the snapshot of `step` into `tensors`.
-
-        Raises:
-            DivergedError: it is missing or damaged.
-        """
-        try:
-            restore(tensors, self.checkpointer.load_named(self._path(step)))
-        except CheckpointError as error:
-            raise DivergedError(
-                f"training diverged, and the snapshot of step {step:,} cannot be read: {error}"
-            ) from error
+        self.checkpointer.save_named(self.path(step), step, tensors)
 
     def release_unreferenced(self, step: int | None) -> None:
         """Remove snapshots that no checkpoint refers to; a checkpoint that refers to `step` was just saved."""
@@ -80,12 +68,34 @@ class RollbackStore:
         if len(self.referenced) < (self.referenced.maxlen or 0):
             return
         for path in self.folder.glob("anchor-*"):
-            if int(path.name.removeprefix("anchor-")) < min(self.referenced):
+            if not self.checkpointer.piece.rank and int(path.name.removeprefix("anchor-")) < min(
+                self.referenced
+            ):
                 shutil.rmtree(path, ignore_errors=True)
 
     def has(self, step: int) -> bool:
         """Whether the snapshot of `step` exists."""
-        return any(self._path(step).glob("step-*"))
+        return any(self.path(step).glob("step-*"))
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """The folder of the snapshot of `step`."""
         return self.folder / f"anchor-{step:08d}"
+
+
+def restore_snapshot(
+    store: RollbackStore | None, step: int, tensors: dict[str, Tensor], group: ProcessGroup
+) -> None:
+    """Copy the snapshot of `step` into `tensors`. Every rank calls this; store: of those that write.
+
+    Raises:
+        DivergedError: it is missing or damaged.
+    """
+    try:
+        if store is None:
+            restore_named(None, Path(), tensors, group)
+        else:
+            restore_named(store.checkpointer, store.path(step), tensors, group)
+    except CheckpointError as error:
+        raise DivergedError(
+            f"training diverged, and the snapshot of step {step:,} cannot be read: {error}"
+        ) from error
