@@ -12,9 +12,7 @@ Tables stay in the board's memory and are not copied, apart from local steps: a 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +20,8 @@ from torch import Tensor, nn
 from whorl.slots import Board, BoardReader, Slot
 from whorl.train.asynchronous.gradient import Gradient
 from whorl.train.asynchronous.methods import AsynchronousMethod
+from whorl.train.asynchronous.problems import Problem
 from whorl.train.learner.learner import Learner, SharedState
-from whorl.train.learner.update import MicroBatch, Update
 from whorl.train.lm.precision import muon_dtype
 from whorl.train.optim.optimizers import SparseAdagrad
 
@@ -33,21 +31,6 @@ DONE = "progress"  # on the board, [1]: synchronous steps done, of which the sch
 def optimizer_dtype(network: nn.Module) -> torch.dtype:
     """Return the type of an optimizer's large products."""
     return muon_dtype(getattr(network, "dtype", torch.float32))
-
-
-class Problem(Protocol):
-    """The network to train. It pickles small: each process calls `make`, which gives equal bits.
-
-    max_rows: the most rows of one table in a worker's batch.
-    """
-
-    @property
-    def max_rows(self) -> int: ...
-    def make(self) -> tuple[nn.Module, Update]: ...
-    def lr_scale(self, step: float) -> float: ...
-    def batches(self, first: int, worker: int, workers: int) -> Iterator[list[MicroBatch]]:
-        """Yield a worker's share of batch `first` and of those that follow."""
-        ...
 
 
 @dataclass

@@ -10,7 +10,7 @@ from whorl.train.job import Job
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.learner.update import AcceptStep, Update, accept_if_finite
-from whorl.train.lm.kernels import choose_kernels, torch_kernels
+from whorl.train.lm.kernels import Kernels, choose_kernels, torch_kernels
 from whorl.train.lm.laid_out import LaidOutObjective, lay_out
 from whorl.train.lm.objective import LMObjective, freeze_routers_from, param_optims
 from whorl.train.lm.precision import activation_dtype, make_rounding, muon_dtype, set_products
@@ -52,15 +52,16 @@ def build_learner(
     accept_step: AcceptStep = accept_if_finite,
     loss_scaler: LossScaler | None = None,
     choose_always: bool = False,
+    kernels: Kernels | None = None,
 ) -> Learner:
     """Return the learner of a language model: one update, next-token prediction.
 
-    choose_always: of `choose_kernels`.
+    choose_always: of `choose_kernels`. kernels: in place of its choice.
     """
     optim, moe = job.optim, moe or MoEBalancer(model, job.routing, process_group)
     laid = objective = None
     if job.layout is None:
-        kernels = choose_kernels(model, job, choose_always)
+        kernels = kernels or choose_kernels(model, job, choose_always)
     else:
         for name, p in model.named_parameters():
             p.data = shared.weights[name]
