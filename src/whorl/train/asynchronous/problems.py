@@ -1,4 +1,4 @@
-"""What is trained: the interface, and a language model."""
+"""The interface of a problem to train on, and a language model."""
 
 from __future__ import annotations
 

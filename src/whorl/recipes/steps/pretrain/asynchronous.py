@@ -117,7 +117,14 @@ def _job(ctx: StepContext, config: AsynchronousConfig) -> Job:
     if job.model.experts is not None or job.model.masked is not None:
         raise ConfigError("workers train decoders without experts", do="omit plan.model.experts")
     dtype = job.dtype if job.dtype in ("float32", "bfloat16") else "float32"
-    fixed = {"device": "cpu", "compile": False, "replicas": 1, "threads": 1, "long_ratio": 0.0}
+    fixed = {
+        "device": "cpu",
+        "compile": False,
+        "replicas": 1,
+        "threads": 1,
+        "long_ratio": 0.0,
+        "layout": None,
+    }
     return job.model_copy(update={**fixed, "serial_loader": True, "dtype": dtype})
 
 
