@@ -91,7 +91,7 @@ def four_ranks() -> dict[str, Any]:
         with pytest.raises(ConfigError) as caught:
             attempt()
         errors[name] = str(caught.value)
-    collectives.PIECE = 1 << 20
+    collectives.PIECE = 1 << 18
     tensor, rows = torch.zeros(240), torch.zeros(n, 60)
     counts = {
         "ring": counted(group, "all_reduce", tensor), "tree": counted(group, "all_reduce", tensor, True),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from whorl.errors import ConfigError
 
-PIECE = 1 << 20  # elements of one send of a ring: a piece is added while the next one arrives
+PIECE = 1 << 18  # elements of one send of a ring: a piece is added while the next one arrives
 TIMEOUT, WIDTH = timedelta(minutes=10), 96  # of a send; bytes of the description of a call
 
 
@@ -61,6 +61,14 @@ class Communicator:
     def receive(self, tensor: Tensor, source: int) -> Any:
         return self.group.recv([tensor], source % self.size, 0)
 
+    def _exchange(self, out: dict[int, Tensor], into: dict[int, Tensor]) -> None:
+        """Send out[r] to rank r and receive into[r] from rank r, all at once."""
+        if self.rank in out and self.rank in into:
+            into.pop(self.rank).copy_(out.pop(self.rank))
+        works = [self.receive(tensor, r) for r, tensor in into.items()]
+        for work in works + [self.send(tensor, r) for r, tensor in out.items()]:
+            work.wait()
+
     @contextmanager
     def _call(
         self, name: str, tensor: Tensor | None = None, root: int = 0, rows: bool = False
@@ -77,9 +85,8 @@ class Communicator:
         known[0] = torch.tensor(list(text.encode()[:WIDTH].ljust(WIDTH)))
         known = known.to(self.device)
         for step in self.rounds:
-            count = min(step, self.size - step)
-            arriving = self.receive(known[step : step + count], self.rank + step)
-            wait([self.send(known[:count], self.rank - step), arriving])
+            others = known[step : step + min(step, self.size - step)]
+            self._exchange({self.rank - step: known[: len(others)]}, {self.rank + step: others})
         calls = [bytes(row).decode(errors="replace").strip() for row in known.roll(self.rank, 0).tolist()]
         if len(set(calls)) > 1 or "(no such" in text:
             shown = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self.ranks, calls, strict=True))
@@ -109,39 +116,29 @@ class Communicator:
         me = (self.rank - root) % self.size
         for step in self.rounds:  # the `step` ranks that have it send it to as many others
             if me < step and me + step < self.size:
-                self.send(tensor, self.rank + step).wait()
+                self._exchange({self.rank + step: tensor}, {})
             elif step <= me < 2 * step:
-                self.receive(tensor, self.rank - step).wait()
+                self._exchange({}, {self.rank - step: tensor})
 
     def scatter(self, output: Tensor, rows: Tensor | None = None, root: int = 0) -> None:
         """Write row r of the root's `rows` [n, *output.shape] into rank r's `output`."""
-        shape, name = None if rows is None else list(rows.shape), "scatter"
-        if self.rank == root and shape != [self.size, *output.shape]:
-            name = f"scatter of {shape} into"  # which no other rank calls
-        with self._call(name, output, root):
-            if rows is None or self.rank != root:
-                return wait([self.receive(output, root)])
-            works = [self.send(rows[r], r) for r in range(self.size) if r != root]
-            output.copy_(rows[root])
-            return wait(works)
+        shape = list(rows.shape) if rows is not None and self.rank == root else None
+        fits = self.rank != root or shape == [self.size, *output.shape]
+        with self._call("scatter" if fits else f"scatter of {shape} into", output, root):
+            self._exchange({} if rows is None or shape is None else dict(enumerate(rows)), {root: output})
 
     def gather(self, tensor: Tensor, root: int = 0) -> Tensor | None:
         """Return the tensors of all ranks [n, *shape] on the root, None elsewhere."""
         with self._call("gather", tensor, root):
-            if self.rank != root:
-                wait([self.send(tensor, root)])
-                return None
-            rows = tensor.new_empty(self.size, *tensor.shape)
-            rows[root] = tensor
-            wait([self.receive(rows[r], r) for r in range(self.size) if r != root])
+            rows = tensor.new_empty(self.size, *tensor.shape) if self.rank == root else None
+            self._exchange({root: tensor}, {} if rows is None else dict(enumerate(rows)))
             return rows
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Send row r of [n, ...] to rank r; return the rows that came, in rank order."""
         with self._call("all_to_all", rows, rows=True):
-            result, others = rows.clone(), [(self.rank + k) % self.size for k in range(1, self.size)]
-            works = [self.receive(result[r], r) for r in reversed(others)]
-            wait(works + [self.send(rows[r], r) for r in others])
+            result = torch.empty_like(rows)
+            self._exchange(dict(enumerate(rows)), dict(enumerate(result)))
             return result
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
@@ -169,9 +166,9 @@ class Communicator:
             other = torch.empty_like(tensor)
             for step in reversed(self.rounds):  # a broadcast backwards, and then a broadcast
                 if step <= self.rank < 2 * step:
-                    self.send(tensor, self.rank - step).wait()
+                    self._exchange({self.rank - step: tensor}, {})
                 elif self.rank < step and self.rank + step < self.size:
-                    self.receive(other, self.rank + step).wait()
+                    self._exchange({}, {self.rank + step: other})
                     tensor += other
             return self._broadcast(tensor, 0)
 
@@ -180,23 +177,20 @@ class Communicator:
 
         The first one is sent from number `first`. A chunk that arrives is added to the rank's own one, or replaces it.
         """
-        scratch, sends = torch.empty_like(chunks[0]), []
+        scratch, sends = chunks[0].new_empty(2, min(PIECE, len(chunks[0]))), []
         for step in range(self.size - 1):
             out, into = (torch.split(chunks[(first - step - k) % self.size], PIECE) for k in (0, 1))
-            buffers = torch.split(scratch[: sum(map(len, into))], PIECE) if add else into
-            arriving = [self.receive(buffer, self.rank - 1) for buffer in buffers]
             sends += [self.send(piece, self.rank + 1) for piece in out]
-            for work, buffer, piece in zip(arriving, buffers, into, strict=True):
-                work.wait()
+            buffers = [scratch[k % 2][: len(piece)] if add else piece for k, piece in enumerate(into)]
+            arriving = [self.receive(buffers[0], self.rank - 1)]
+            for k, (piece, buffer) in enumerate(zip(into, buffers, strict=True)):
+                if k + 1 < len(into):
+                    arriving.append(self.receive(buffers[k + 1], self.rank - 1))
+                arriving[k].wait()
                 if add:
                     piece += buffer
-        wait(sends)
-
-
-def wait(works: Sequence[Any]) -> None:
-    """Wait for the end of each send or receive."""
-    for work in works:
-        work.wait()
+        for work in sends:
+            work.wait()
 
 
 def shift_over_gpus(tensors: Sequence[Tensor], by: int = 7) -> list[Tensor]:
