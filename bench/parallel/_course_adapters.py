@@ -29,7 +29,7 @@ def on_after_backward(model: Any = None, optimizer: Any = None, *, ddp_model: An
 
 
 def ddp_bucketed_on_train_batch_start(ddp_model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """There is nothing to do: the end of the step before has reset all."""
+    """Do nothing: `finish_gradient_synchronization` has reset all."""
 
 
 def fsdp_gather_full_params(fsdp_model: FSDP) -> dict[str, torch.Tensor]:

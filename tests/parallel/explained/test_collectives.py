@@ -16,10 +16,12 @@ from whorl.parallel.ranks import run_ranks
 class Counted(Communicator):
     """Counts sends and bytes of an operation without its exchange of descriptions."""
 
-    calls = sent = 0
+    calls = sent = barrier_calls = barrier_sent = 0
 
     def send(self, tensor: Tensor, to: int) -> Any:
-        if tensor.dtype != torch.uint8:
+        if tensor.dtype == torch.uint8:
+            self.barrier_calls, self.barrier_sent = self.barrier_calls + 1, self.barrier_sent + tensor.nbytes
+        else:
             self.calls, self.sent = self.calls + 1, self.sent + tensor.nbytes
         return super().send(tensor, to)
 
@@ -29,15 +31,16 @@ def rows_of(rank: int, *shape: int) -> Tensor:
 
 
 def counted(group: Counted, name: str, *args: Any, **kwargs: Any) -> tuple[int, int]:
-    group.calls = group.sent = 0
+    group.calls = group.sent = group.barrier_calls = group.barrier_sent = 0
     getattr(group, name)(*args, **kwargs)
+    assert (group.barrier_calls, group.barrier_sent) == (2, 96 * 3)  # before each operation of four ranks
     return group.calls, group.sent
 
 
 def check_values(group: Communicator) -> None:
     n, me = group.size, group.rank
     total = n * (n + 1) / 2
-    for shape in ((), (1,), (7,), (3, 5)):
+    for shape in ((), (3, 5)):
         for tree in (False, True):
             tensor = rows_of(me, *shape)
             group.all_reduce(tensor, tree)
@@ -97,6 +100,7 @@ def four_ranks() -> dict[str, Any]:
         "ring": counted(group, "all_reduce", tensor), "tree": counted(group, "all_reduce", tensor, True),
         "broadcast": counted(group, "broadcast", tensor), "gather": counted(group, "gather", tensor),
         "scatter": counted(group, "scatter", rows[0], rows), "all_gather": counted(group, "all_gather", tensor),
+        "barrier": counted(group, "barrier"),
         "reduce_scatter": counted(group, "reduce_scatter", rows), "all_to_all": counted(group, "all_to_all", rows),
     }  # fmt: skip
     return {"errors": errors, "counts": counts}
@@ -106,10 +110,9 @@ def test_collectives_of_four_ranks_values_errors_and_bytes():
     results = run_ranks(4, four_ranks)
     errors = results[0]["errors"]
     assert "rank 0 makes group 'outside' of the ranks [1]" in errors["outside"]
-    assert "'all' exists" in errors["id"] and "root 4 (no such root" in errors["root"]
+    assert "'all' exists" in errors["id"] and "invalid broadcast [4] torch.float32 root 4" in errors["root"]
     assert (
-        "rank 0: scatter of [3, 4] into [4]" in errors["scatter"]
-        and "rank 1: scatter [4]" in errors["scatter"]
+        "rank 0: scatter [3, 4] into [4]" in errors["scatter"] and "rank 1: scatter [4]" in errors["scatter"]
     )
     assert "rank 2: all_reduce [4]" in errors["shape"] and "rank 3: all_reduce [5]" in errors["shape"]
     assert "rank 0: all_gather [4]" in errors["order"] and "rank 1: barrier" in errors["order"]
@@ -120,6 +123,7 @@ def test_collectives_of_four_ranks_values_errors_and_bytes():
     assert most == {
         "ring": (2 * (n - 1), 2 * (n - 1) * size // n),
         "tree": (2, 2 * size),
+        "barrier": (0, 0),
         "broadcast": (2, 2 * size),
         "gather": (1, size),
         "scatter": (n - 1, (n - 1) * size // n),
@@ -129,7 +133,9 @@ def test_collectives_of_four_ranks_values_errors_and_bytes():
     }
     everyone = {name: sum(r["counts"][name][1] for r in results) for name in most}
     assert everyone["ring"] == everyone["tree"] == 2 * (n - 1) * size
-    assert everyone["broadcast"] == everyone["gather"] == (n - 1) * size
+    assert everyone["broadcast"] == everyone["gather"] == everyone["all_to_all"] == (n - 1) * size
+    assert everyone["reduce_scatter"] == (n - 1) * size and everyone["scatter"] == (n - 1) * size // n
+    assert everyone["all_gather"] == n * (n - 1) * size
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 8, reason="needs eight GPUs")

@@ -77,10 +77,11 @@ class Communicator:
 
         The comparison is a barrier (Bruck et al. 1997): in each round a rank sends all that it has to rank - step.
         """
-        text = name if tensor is None else f"{name} {list(tensor.shape)} {tensor.dtype} root {root}"
-        valid = 0 <= root < self.size and (tensor is None or tensor.is_contiguous())
-        if not valid or (rows and (tensor is None or tensor.shape[:1] != (self.size,))):
-            text += f" (no such root, not contiguous, or not {self.size} rows)"
+        text, valid = name, 0 <= root < self.size
+        if tensor is not None:
+            text += f" {list(tensor.shape)} {tensor.dtype} root {root}"
+            valid = valid and tensor.is_contiguous() and not (rows and tensor.shape[:1] != (self.size,))
+        text = text if valid else f"invalid {text}"
         known = torch.zeros(self.size, WIDTH, dtype=torch.uint8)
         known[0] = torch.tensor(list(text.encode()[:WIDTH].ljust(WIDTH)))
         known = known.to(self.device)
@@ -88,10 +89,10 @@ class Communicator:
             others = known[step : step + min(step, self.size - step)]
             self._exchange({self.rank - step: known[: len(others)]}, {self.rank + step: others})
         calls = [bytes(row).decode(errors="replace").strip() for row in known.roll(self.rank, 0).tolist()]
-        if len(set(calls)) > 1 or "(no such" in text:
-            shown = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self.ranks, calls, strict=True))
+        if len(set(calls)) > 1 or not valid:
             raise ConfigError(
-                f"ranks must call the same collective, with the same shape, type and root: {shown}"
+                "; ".join(f"rank {rank}: {call}" for rank, call in zip(self.ranks, calls, strict=True)),
+                expected=f"the same on all, contiguous, with {self.size} rows where each rank gets one",
             )
         if self.stream is None:
             yield
@@ -124,7 +125,7 @@ class Communicator:
         """Write row r of the root's `rows` [n, *output.shape] into rank r's `output`."""
         shape = list(rows.shape) if rows is not None and self.rank == root else None
         fits = self.rank != root or shape == [self.size, *output.shape]
-        with self._call("scatter" if fits else f"scatter of {shape} into", output, root):
+        with self._call("scatter" if fits else f"scatter {shape} into", output, root):
             self._exchange({} if rows is None or shape is None else dict(enumerate(rows)), {root: output})
 
     def gather(self, tensor: Tensor, root: int = 0) -> Tensor | None:

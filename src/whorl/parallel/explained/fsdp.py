@@ -39,6 +39,7 @@ class _Unit:
                 full.register_post_accumulate_grad_hook(self._count_down)  # type: ignore[no-untyped-call]
         self.arriving: Callable[[], list[Tensor]] | None = None
         self.exchanged: list[tuple[list[nn.Parameter], Tensor, Any]] = []
+        self.missing: set[Tensor] = set()  # parameters whose gradients this backward has not computed
         self.free()
 
     def _rows(self, tensor: Tensor) -> Tensor:
@@ -85,12 +86,6 @@ class _Unit:
         for param, places in zip(params, self.places, strict=True):
             for module, name in places:
                 module._parameters[name] = param
-
-    def before_backward(self) -> None:
-        if not self.in_backward:
-            self.missing: set[Tensor] = {full for full in self.full if full.requires_grad}
-        self.gather()
-        self.in_backward = True
 
     def _count_down(self, full: Tensor) -> None:
         self.missing.discard(full)
@@ -168,7 +163,7 @@ class FSDP(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def _gather(self, unit: _Unit, step: int) -> None:
+    def _prefetch(self, unit: _Unit, step: int) -> None:
         if unit not in self._order:
             self._order.append(unit)
         place = self._order.index(unit) + step
@@ -178,7 +173,7 @@ class FSDP(nn.Module):
     def _before_forward(self, unit: _Unit, block: nn.Module, args: Any) -> None:
         unit.gather()
         if not unit.in_backward:  # else it is computed again
-            self._gather(unit, 1)
+            self._prefetch(unit, 1)
 
     def _after_forward(self, unit: _Unit, block: nn.Module, args: Any, output: Any) -> None:
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
@@ -190,8 +185,11 @@ class FSDP(nn.Module):
             register_multi_grad_hook(outputs, partial(self._before_backward, unit), mode="any")
 
     def _before_backward(self, unit: _Unit, grad: Tensor) -> None:
-        unit.before_backward()
-        self._gather(unit, -1)
+        unit.gather()
+        if not unit.in_backward:
+            unit.missing = {full for full in unit.full if full.requires_grad}
+        unit.in_backward = True
+        self._prefetch(unit, -1)
 
     def finish_gradient_synchronization(self) -> None:
         """Wait for the exchange of gradients; shards and vectors then have their means over ranks."""
