@@ -15,6 +15,7 @@ from whorl.recipes.steps.corpus_page import source_blocks, threshold_curve
 from whorl.report import ReportData, render
 from whorl.report.agents import training_blocks
 from whorl.report.blocks import Column, Curve, Folded, Image, Line, StepReport, Table
+from whorl.report.training import parallel_blocks
 
 pytestmark = pytest.mark.browser
 
@@ -103,6 +104,22 @@ def test_corpus_curves_and_samples_open(browser: Any, tmp_path: Path) -> None:
     assert not sample.is_visible()
     opened.page.get_by_text("a/x.html").click()
     assert sample.is_visible()
+    opened.close()
+
+
+def test_ranks_of_a_run_are_shown(browser: Any, tmp_path: Path) -> None:
+    line = [(0.0, ""), (0.4, "tp"), *[(1.0, "pp")] * 22]
+    ranks = [{"place": place, "timeline": line} for place in ("tp 0", "tp 1")]
+    totals = {"tp all_gather": (8, 65_536)}
+    measured = {"ranks": ranks, "seconds": 0.21, "totals": totals}
+    predicted = {"holds": [["0-1", "8", "1,024"]] * 2, "seconds": 0.2, "totals": totals}
+    data = ReportData(reports=[("pretrain", StepReport(blocks=[*parallel_blocks(measured, predicted)]))])
+    opened = OpenPage(browser, render(data, tmp_path / "report.html"), viewport={"width": 390, "height": 800})
+    tables = opened.page.locator("table")
+    assert tables.nth(0).inner_text().count("1,024") == 2
+    assert tables.nth(1).locator("td").count() == 48 and "0.4" in tables.nth(1).inner_text()
+    assert "65.5" in tables.nth(2).inner_text() and "tp all_gather" in tables.nth(2).inner_text()
+    expect_fits(opened.page, 390)
     opened.close()
 
 

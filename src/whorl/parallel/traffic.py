@@ -3,7 +3,7 @@
     with Traffic({mesh.group("tp").group_name: "tp"}) as traffic:
         step()
     traffic.totals()       {("tp", "all_gather"): Total(calls=8, payload=65536, sent=32768.0)}
-    traffic.calls          one `CollectiveCall` each, of which a timeline is drawn
+    traffic.timeline(24)   [(0.0, ""), (0.4, "tp"), ...]: the share that this rank waits in each part, and for which axis
 
 All calls pass torch's dispatcher, those of FSDP2, pipelines and autograd too. The payload is the whole tensor of a call:
 what an all-reduce sums, an all-gather returns, an all-to-all or a send takes. By the payload P and the ranks R, a rank
@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,32 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.axes, self.calls = axes, list[CollectiveCall]()
         self._open: CollectiveCall | None = None  # until the rank computes again
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled code compiled: a counted step has the bits of any other."""
+        return True
+
+    def __enter__(self) -> Self:
+        self.started = time.perf_counter()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.seconds = time.perf_counter() - self.started
+
+    def timeline(self, parts: int) -> list[tuple[float, str]]:
+        """Return, for each of so many equal parts of the region, the share of waiting and the axis of most of it."""
+        found, width = [], self.seconds / parts
+        for low in (self.started + n * width for n in range(parts)):
+            waits: dict[str, float] = {}
+            for call in self.calls:
+                overlap = min(call.ended, low + width) - max(call.started, low)
+                waits[call.axis] = waits.get(call.axis, 0.0) + max(0.0, overlap) / width
+            share = min(1.0, sum(waits.values()))
+            found.append((share, max(waits, key=waits.__getitem__) if share > 0 else ""))
+        return found
 
     def totals(self) -> dict[tuple[str, str], Total]:
         """Return the sums by axis and operation."""

@@ -10,7 +10,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from whorl.report.blocks import Block, Card, Cell, Column, Curve, Facts, Folded, Line, StepReport, Table, Text
+from whorl.report.blocks import (
+    Block,
+    Card,
+    Cell,
+    Column,
+    Curve,
+    Facts,
+    Folded,
+    HeatMap,
+    Line,
+    StepReport,
+    Table,
+    Text,
+)
 from whorl.report.format import NBSP, format_duration, format_percent, format_quantity, format_si
 from whorl.report.induction_onset import (
     CurvePoint,
@@ -220,6 +233,44 @@ def event_table(records: Records, section: str = "Training", title: str = "Event
     names = [Column(name=name) for name in ("Event", "Action", "Documents")]
     yield Table(
         section=section, title=title, note=note, columns=[Column(name="Step", number=True), *names], rows=rows
+    )  # fmt: skip
+
+
+def parallel_blocks(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> Iterator[Block]:
+    """Yield the section "Parallel": who holds what, the timeline of a step, predicted against measured.
+
+    Args:
+        measured: of a step. ranks: each {place, timeline: (share of waiting, axis) of its parts}; seconds;
+            totals: of rank 0, "axis operation" -> (calls, sent bytes).
+        predicted: by `plan.layout_cost`. holds: of each rank (blocks, rows of a step, parameters); seconds; totals.
+    """
+    section, ranks = "Parallel", measured["ranks"]
+    names = ("Blocks", "Rows of a step", "Parameters")
+    yield Table(
+        section=section, title="Who holds what", note="Parameters between two steps, without copies for a use.",
+        columns=[Column(name="Rank"), Column(name="Place"), *(Column(name=name, number=True) for name in names)],
+        rows=[
+            [str(n), rank["place"], *held] for n, (rank, held) in enumerate(zip(ranks, predicted["holds"], strict=True))
+        ],
+    )  # fmt: skip
+    lines = [rank["timeline"] for rank in ranks]
+    yield HeatMap(
+        section=section, title="Timeline of a step",
+        note=f"A row is a rank, a column 1/{len(lines[0])} of {format_duration(measured['seconds'])}. The number is the "
+        "share of the time that the rank waits, the name the axis for which it waits most.",
+        values=[[share or None for share, _ in line] for line in lines],
+        signs=[[axis for _, axis in line] for line in lines],
+    )  # fmt: skip
+    rows: list[list[Cell]] = [
+        ["step", *["–"] * 2, *(format_duration(s["seconds"]) for s in (predicted, measured))]
+    ]
+    for key in sorted(predicted["totals"].keys() | measured["totals"].keys()):
+        both = [side["totals"].get(key, (0, 0)) for side in (predicted, measured)]
+        rows.append([key, *(f"{calls:,}" for calls, _ in both), *(format_si(sent, "B") for _, sent in both)])
+    headings = ("Calls, predicted", "Calls, counted", "Time or bytes, predicted", "Time or bytes, measured")
+    yield Table(
+        section=section, title="Predicted and measured", note="Calls and sent bytes of rank 0 in a step, by axis.",
+        columns=[Column(name="Quantity"), *(Column(name=name, number=True) for name in headings)], rows=rows,
     )  # fmt: skip
 
 
