@@ -37,12 +37,16 @@ from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.lm.laid_out import micro_batches_of_pass
 
 RANKS = 2
-FIT = [("llama", "dp=2", 256, 4, 1), ("llama", "dp=2", 256, 32, 1)]  # model, layout, length, rows, micro-batches
+FIT = [
+    ("llama", "dp=2", 256, 4, 1),
+    ("llama", "dp=2", 256, 32, 1),
+]  # model, layout, length, rows, micro-batches
 CASES = [
     ("llama", "fsdp=2", 256, 16, 1), ("llama", "fsdp=2,zero=2", 256, 16, 2), ("llama", "fsdp=2,zero=1", 256, 16, 1),
-    ("llama", "tp=2", 256, 16, 1), ("llama", "tp=2", 512, 4, 1), ("llama", "pp=2", 256, 16, 4), ("llama", "pp=2", 256, 16, 8),
-    ("llama", "cp=2", 512, 8, 1), ("llama", "dp=2", 512, 16, 2), ("wide", "dp=2", 256, 16, 1), ("wide", "fsdp=2", 256, 16, 1),
-    ("wide", "tp=2", 256, 8, 1), ("wide", "pp=2", 256, 16, 4), ("wide", "cp=2", 512, 8, 1), ("ours", "dp=2", 256, 16, 1),
+    ("llama", "tp=2", 256, 16, 1), ("llama", "tp=2", 512, 4, 1), ("llama", "pp=2", 256, 16, 4),
+    ("llama", "pp=2", 256, 16, 8), ("llama", "cp=2", 512, 8, 1), ("llama", "dp=2", 512, 16, 2),
+    ("wide", "dp=2", 256, 16, 1), ("wide", "fsdp=2", 256, 16, 1), ("wide", "tp=2", 256, 8, 1),
+    ("wide", "pp=2", 256, 16, 4), ("wide", "cp=2", 512, 8, 1), ("ours", "dp=2", 256, 16, 1),
     ("ours", "tp=2", 256, 16, 1), ("ours", "pp=2", 256, 16, 4), ("experts", "dp=2,ep=2", 256, 16, 1),
 ]  # fmt: skip
 
@@ -139,7 +143,11 @@ def predict(case: Sequence[Any], cluster: ClusterSpec) -> Any:
 
 def fitted(found: tuple[float, float], times: Sequence[float]) -> ClusterSpec:
     """FLOP/s and seconds per layer with which the cases of FIT are predicted exactly."""
-    given = {"devices_per_node": RANKS, "memory_bytes": 1e12, "node": Link(latency=found[0], bandwidth=found[1])}
+    given = {
+        "devices_per_node": RANKS,
+        "memory_bytes": 1e12,
+        "node": Link(latency=found[0], bandwidth=found[1]),
+    }
     low, high = 1e9, 1e13
     for _ in range(60):  # the seconds per layer follow from the first case, the FLOP/s from the second
         flops = (low * high) ** 0.5
@@ -154,7 +162,13 @@ def main() -> None:
     args = parse(__doc__, lambda p: p.add_argument("--steps", type=int, default=7), smoke={"steps": 1})
     cases = [*FIT, *(CASES[::6] if args.smoke else CASES)]
     found, times = run_ranks(
-        RANKS, drive, measure, cases, args.steps, timeout=1800.0, preload=("whorl.parallel.layout", "whorl.train.lm.build")
+        RANKS,
+        drive,
+        measure,
+        cases,
+        args.steps,
+        timeout=1800.0,
+        preload=("whorl.parallel.layout", "whorl.train.lm.build"),
     )[0]
     cluster = fitted(found, times)
     print(f"flops {cluster.flops:.3g}, layer {cluster.layer_seconds:.3g} s, {cluster.node}")
@@ -162,7 +176,10 @@ def main() -> None:
     for case, seconds in zip(cases[2:], times[2:], strict=True):
         cost = predict(case, cluster)
         rows.append([*case, round(cost.seconds, 4), round(seconds, 4), round(cost.seconds / seconds - 1, 3)])
-        print(*case, f"predicted {cost.seconds:.4f} s, measured {seconds:.4f} s: {rows[-1][-1]:+.1%}  ({cost.why})")
+        print(
+            *case,
+            f"predicted {cost.seconds:.4f} s, measured {seconds:.4f} s: {rows[-1][-1]:+.1%}  ({cost.why})",
+        )
     errors = [abs(row[-1]) for row in rows]
     claim(
         f"predicted time of a step, {len(rows)} layouts that were not fitted: median error", ours=median(errors), peer=0.15,

@@ -1,5 +1,7 @@
 """Traffic, memory and time of layouts: predicted against counted, and the choice among them."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,120 +10,160 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from whorl.errors import ConfigError
 from whorl.models import make_model, whorl_decoder
-from whorl.models.parallel_parts import tensor_shards
 from whorl.nn.compiler import meta_device
-from whorl.parallel.layout import AXES, Layout, Mesh, apply_layout
-from whorl.parallel.process_group import ProcessGroup
+from whorl.parallel.distributed import drive
+from whorl.parallel.layout import AXES, Layout, Mesh
+from whorl.parallel.layout_store import LayoutStore
+from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.parallel.ranks import run_ranks
-from whorl.parallel.traffic import Traffic
+from whorl.parallel.traffic import Total, Traffic
 from whorl.plan.cluster import ClusterSpec
 from whorl.plan.layout_cost import choose_layout
 from whorl.plan.layout_traffic import StepShape
-from whorl.train.config import RoutingConfig
 from whorl.train.job import Job
-from whorl.train.lm.objective import LMObjective
-from whorl.train.metrics.moe_balance import MoEBalancer
+from whorl.train.lm import laid_out
+from whorl.train.lm.build import allocate_shared, build_learner, build_model
+from whorl.train.lm.objective import param_optims
 
-LENGTH, PRELOAD = 32, ("whorl.parallel.layout", "whorl.plan.layout_traffic", "whorl.train.lm.objective")
+LENGTH = 32
+PRELOAD = (
+    "whorl.parallel.layout",
+    "whorl.parallel.distributed",
+    "whorl.plan.layout_traffic",
+    "whorl.train.lm.build",
+)
 
 
 def config(kind):
     experts = {"experts": {"n_experts": 4, "top_k": 2, "hidden": 16}} if kind == "experts" else {}
-    return whorl_decoder(50, 16, 4, 4, 4, head_dim=4, mlp_hidden=32, ngram_buckets=64, **experts)
-
-
-def objective(model):
-    balancer = MoEBalancer(model, RoutingConfig(), ProcessGroup())
-    return LMObjective(model, balancer, z_loss=1e-4, compile=False)
+    return whorl_decoder(50, 16, 2, 4, 4, head_dim=4, mlp_hidden=32, ngram_orders=(), **experts)
 
 
 class OneRank(Mesh):
     """The mesh of one rank: groups of the others are not made, of which 4,096 ranks have thousands."""
 
-    def __init__(self, layout):
+    def __init__(self, layout, device="cpu"):
         self.layout, self.rank = layout, dist.get_rank()
-        self.at = layout.at(self.rank)
-        self.groups = {}
-        for axis, size in zip(AXES, layout.shape, strict=True):
-            if size > 1:
-                ranks = [r for r in range(layout.ranks) if layout.at(r) | {axis: 0} == self.at | {axis: 0}]
-                self.groups[axis] = dist.new_group(ranks)
-        self.torch = {"fsdp": DeviceMesh.from_group(self.groups["fsdp"], "cpu")} if layout.fsdp > 1 else {}
+        self.at, self.ends, self.groups = layout.at(self.rank), None, {}
+        if layout.fsdp > 1:
+            self.torch = {"fsdp": DeviceMesh.from_group(self.group("fsdp"), "cpu")}
 
     def group(self, *axes):
-        return self.groups.get(axes[0])
+        sizes = dict(zip(AXES, self.layout.shape, strict=True))
+        axes = tuple(axis for axis in AXES if axis in axes and sizes[axis] > 1)
+        if axes and axes not in self.groups:
+            here, places = dict.fromkeys(axes, 0), range(self.layout.ranks)
+            self.groups[axes] = dist.new_group(
+                [r for r in places if self.layout.at(r) | here == self.at | here]
+            )
+        return self.groups.get(axes)
 
 
-def counted(kind, text, micro_batches, mesh_type=Mesh):
-    """(axis, operation) -> calls, payload and sent bytes of this rank: counted, and predicted."""
+def counted(group, kind, text, micro_batches):
+    """(axis, operation) -> calls, payload and sent bytes of a step of this rank: counted, and predicted."""
     layout = Layout.parse(text)
-    model, mesh = make_model(config(kind)), mesh_type(layout)
-    laid = apply_layout(model, mesh, tensor_shards(model), objective)
-    groups = {axis: mesh.group(axis) for axis in AXES}
-    rows = []
+    job = Job(
+        tokens="", model=config(kind), seq_len=LENGTH, batch_size=2 * micro_batches * layout.data_ranks, steps=1,
+        replicas=layout.data_ranks, micro_batch_size=2, layout=text, compile=False, deterministic=True,
+    )  # fmt: skip
+    model = build_model(job)
+    small = job.model_copy(update={"replicas": 1, "batch_size": 2 * micro_batches})
+    learner = build_learner(model, job, allocate_shared(model, small), group)
+    (update,), mesh, rows = learner.updates, learner.laid.mesh, []
     for _ in range(micro_batches):
         ids = torch.randint(50, (2, LENGTH + 1))
-        row = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:], "loss_mask": torch.ones(2, LENGTH)}
+        mask = torch.ones(2, LENGTH, dtype=torch.bool)
+        row = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "loss_mask": mask}
         if kind == "packed":
             row["segment_ids"] = (torch.arange(LENGTH) // 12).repeat(2, 1)
             row["positions"] = (torch.arange(LENGTH) % 12).repeat(2, 1)
         rows.append(row)
+
+    def step():
+        update.accumulate(update.objective(rows))
+        update.store.reduce()  # on the fake backend a loss has no meaning, and a step would refuse it
+        update.store.gather()
+
+    sizes = dict(zip(AXES, layout.shape, strict=True))
+    names = {}
+    for axes in [place.sums for place in learner.laid.places.places.values()] + [(axis,) for axis in AXES]:
+        if (of_axes := mesh.group(*axes)) is not None:
+            names[of_axes.group_name] = "+".join(a for a in AXES if a in axes and sizes[a] > 1)
     if layout.pp > 1:  # its first step sends a message besides, to connect
-        laid.run(rows)
-    with Traffic({g.group_name: axis for axis, g in groups.items() if g is not None}) as traffic:
-        laid.run(rows)
+        step()
+    with Traffic(names) as traffic:
+        step()
     with meta_device():
         whole = make_model(config(kind))
-    total_rows = 2 * micro_batches * layout.data_ranks
     shape = StepShape(
-        whole, layout, rows=total_rows, length=LENGTH, micro_batches=micro_batches, packed=kind == "packed"
+        whole,
+        layout,
+        rows=job.batch_size,
+        length=LENGTH,
+        micro_batches=micro_batches,
+        packed=kind == "packed",
     )
-    both = traffic.totals(), shape.traffic(mesh.rank)
-    return [{key: tuple(total) for key, total in side.items()} for side in both]
+    wholes = [n for n, rule in param_optims(whole, job.optim).items() if rule.optimizer == "muon"]
+    predicted = shape.traffic(mesh.rank)
+    for key, total in shape.update_traffic(mesh.rank, wholes).items():
+        predicted[key] = Total(*(a + b for a, b in zip(total, predicted.get(key, (0, 0, 0)), strict=True)))
+    return [{key: tuple(total) for key, total in side.items()} for side in (traffic.totals(), predicted)]
 
 
-def every_case(cases):
-    return [counted(*case) for case in cases]
+def of_four(cases):
+    """The driver: each case on all ranks."""
+    found = []
+    for case in cases:
+        group = spawn_replicas(4, _answer, *case)
+        mine = counted(group, *case)
+        found.append(group.all_gather_objects(mine))
+        group.close()
+    return found
+
+
+def _answer(group, *case):
+    group.all_gather_objects(counted(group, *case))
 
 
 def of_large(rank, size, cases):
     """The same for one of many ranks, which send nothing."""
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    return [counted(*case, OneRank) for case in cases]
+    group = ProcessGroup(rank, size, [None] * size)
+    # The fake backend refuses to receive for a rank that owns nothing.
+    without = mock.patch.object(LayoutStore, "_transfer", lambda *_: None)
+    with mock.patch.object(laid_out, "Mesh", OneRank), without:
+        return [counted(group, *case) for case in cases]
 
 
 def test_traffic_of_four_ranks_is_predicted_exactly():
     cases = [
-        ("plain", "tp=2,pp=2", 2), ("packed", "fsdp=2,cp=2", 2), ("plain", "fsdp=2,pp=2,zero=1", 2),
+        ("plain", "tp=2,pp=2", 2), ("packed", "fsdp=2,cp=2", 2), ("plain", "fsdp=2,dp=2,zero=1", 2),
         ("experts", "dp=2,ep=2,tp=2", 1),
     ]  # fmt: skip
-    ranks = run_ranks(4, every_case, cases, preload=PRELOAD)
-    for number, case in enumerate(cases[:-1]):
-        for found in ranks:
-            assert found[number][0] == found[number][1], case
-    assert {axis for found in ranks for case in found for axis, _ in case[0]} == {
-        "tp",
-        "pp",
-        "fsdp",
-        "cp",
-        "ep",
-    }
-    # What experts send back depends on the routing; its sum over ranks does not.
-    for key in {key for found in ranks for key in found[-1][0]}:
-        sums = [[sum(found[-1][side][key][n] for found in ranks) for n in range(3)] for side in (0, 1)]
-        assert sums[0] == pytest.approx(sums[1])
+    found = run_ranks(4, drive, of_four, cases, preload=PRELOAD)[0]
+    axes = {axis for ranks in found for axis, _ in ranks[0][0]}
+    assert axes >= {"tp", "pp", "fsdp", "cp", "ep", "dp", "world"}
+    for case, ranks in zip(cases, found, strict=True):
+        for key in {key for side in ranks[0] for key in side}:
+            # Owners of matrices differ in their bytes, and routing decides what experts send: sums over ranks are exact.
+            summed = key[1] == "all_to_all" and key[0] not in ("tp", "fsdp")
+            for of_ranks in [ranks] if summed else [[rank] for rank in ranks]:
+                sums = [
+                    [sum(r[side].get(key, (0, 0, 0))[n] for r in of_ranks) for n in range(3)]
+                    for side in (0, 1)
+                ]
+                assert sums[0] == pytest.approx(sums[1], abs=4 if summed else 0), (case, key)
 
 
 def test_traffic_of_one_rank_of_4096_is_predicted_exactly():
-    cases = [
-        ("plain", "dp=64,fsdp=16,tp=4", 2), ("packed", "dp=128,cp=4,fsdp=8,zero=2", 2),
-        ("plain", "dp=512,fsdp=8,zero=1", 3),
-    ]  # fmt: skip
+    cases = [("packed", "dp=16,fsdp=16,cp=4,tp=4", 1)]
     (found,) = run_ranks(1, of_large, 1029, 4096, cases, backend="fake", preload=PRELOAD)
     for case, (have, want) in zip(cases, found, strict=True):
+        moved = {key: want.pop(key) for key in want.keys() - have.keys()}
+        assert {operation for _, operation in moved} == {"all_to_all"}  # of matrices, left out by `of_large`
         assert have == want, case
-        assert have
+        assert {axis for axis, _ in have} >= {"fsdp", "cp", "tp", "dp+cp", "dp+cp+tp"}
 
 
 def test_zero_sends_as_published():

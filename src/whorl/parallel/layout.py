@@ -164,7 +164,7 @@ class Mesh:
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return the group of ranks that differ from this one on `axes` only; None for one rank."""
         sizes = dict(zip(AXES, self.layout.shape, strict=True))
-        axes = tuple(axis for axis in axes if sizes[axis] > 1)
+        axes = tuple(axis for axis in AXES if axis in axes and sizes[axis] > 1)
         if not axes:
             return None
         mesh = self.torch[axes] if len(axes) == 1 else self.torch[axes]._flatten("_".join(axes))

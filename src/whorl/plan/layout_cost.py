@@ -23,9 +23,11 @@ from whorl.models import Transformer, make_model
 from whorl.models.parallel_parts import check_layout
 from whorl.nn.compiler import meta_device
 from whorl.parallel.layout import AXES, Layout
+from whorl.parallel.traffic import Total
 from whorl.plan.cluster import ClusterSpec
 from whorl.plan.layout_traffic import StepShape
 from whorl.train.job import Job
+from whorl.train.lm.objective import param_optims
 from whorl.train.lm.precision import activation_dtype
 from whorl.train.optim.optimizer import get_optimizer
 
@@ -150,31 +152,33 @@ def _seconds(job: Job, shape: StepShape, cluster: ClusterSpec) -> dict[str, floa
     tokens = shape.rows * shape.length / (layout.cp * layout.tp)
     head = 6.0 * model.head_weight.numel()
     block = (model.flops_per_token(shape.length) - head) / len(model.blocks)
-    strides = {axis: prod(layout.shape[AXES.index(axis) + 1 :]) for axis in AXES}
+    rules = param_optims(model, job.optim)
+    wholes = {n for n, rule in rules.items() if rule.optimizer not in ("adamw", "sparse_adagrad")}
+    sizes = dict(zip(AXES, layout.shape, strict=True)) | {"world": layout.ranks, "ends": 2}
+    strides = {axis: prod(layout.shape[AXES.index(axis) + 1 :]) for axis in AXES} | {"world": 1, "ends": 1}
     slowest, messages = 0.0, dict[str, float]()
+
+    def seconds(axes: str, operation: str, total: Total) -> float:
+        size = prod(sizes[axis] for axis in axes.split("+"))
+        link = cluster.link(min(strides[axis] for axis in axes.split("+")), size)
+        hops = 1 if operation == "send" else (size - 1) * (2 if operation == "all_reduce" else 1)
+        return total.calls * hops * link.latency + total.sent / link.bandwidth
+
     for pp in sorted({0, layout.pp // 2, layout.pp - 1}):
         blocks, last = len(shape.blocks(pp)), shape.n_stages - 1 in shape.stages(pp)
         compute = tokens * (blocks * block + last * head) / cluster.flops + blocks * cluster.layer_seconds
         rank = pp * strides["pp"]
         sent = dict.fromkeys(AXES, 0.0)
         for (axis, operation), total in shape.traffic(rank).items():
-            size = getattr(layout, axis)
-            link = cluster.link(strides[axis], size)
-            hops = 1 if operation == "send" else (size - 1) * (2 if operation == "all_reduce" else 1)
-            sent[axis] += total.calls * hops * link.latency + total.sent / link.bandwidth
+            sent[axis] += seconds(axis, operation, total)
         if compute + sum(sent.values()) / m >= slowest:
             slowest, messages, longest = compute + sum(sent.values()) / m, sent, compute
     parts = {"compute": m * longest, **{axis: s for axis, s in messages.items() if s}}
     inside = longest + sum(messages[axis] for axis in ("tp", "cp", "ep")) / m
     parts["bubble"] = (layout.pp - 1) * inside / ZERO_BUBBLE.get(layout.schedule, 1)
-    copies = layout.dp * layout.cp
-    held = {n: s for n, s in shape.held(dict.fromkeys(AXES, 0)).items() if not n.startswith("memory.")}
-    if copies > 1:
-        link = cluster.link(1, copies * strides["fsdp"])
-        size = 4.0 * sum(map(prod, held.values())) / layout.fsdp
-        parts["data"] = 2 * (copies - 1) * (link.latency + size / copies / link.bandwidth)
-    matrices = [s for n, s in held.items() if n.startswith("blocks.") and len(s) == 2 and min(s) > 1]
-    muon = job.optim.optimizer == "muon"
-    update = sum(map(get_optimizer("muon").cost, matrices)) / job.optim.muon_every if muon else 0.0
-    parts["update"] = update / cluster.flops / (copies * layout.fsdp)
+    gradients = shape.update_traffic(0, wholes).items()
+    parts["gradients"] = sum(seconds(*key, total) for key, total in gradients)
+    update = sum(get_optimizer(rules[n].optimizer).cost(tuple(shape.places[n].shape)) for n in wholes)
+    every = job.optim.muon_every if job.optim.optimizer == "muon" else 1
+    parts["update"] = update / every / cluster.flops / layout.ranks
     return parts

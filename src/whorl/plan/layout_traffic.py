@@ -10,7 +10,8 @@ b: rows of a micro-batch, T: length, t = T / cp, d: width, e: bytes of an activa
     ep     a block with experts: counts, and 4 all-to-alls of b t top_k rows
     pp     H / tp to the next stage and as much back
     fsdp   ZeRO 3: parameters twice, gradients once; ZeRO 2: gradients once          ZeRO 1, 2: parameters; ZeRO 1: gradients
-    data                                                                             gradients of dp, cp, ep
+    update                                                                           gradients over axes with copies;
+                                                                                     matrices to their owner and back
 
 `parallel/traffic.py` counts the same, and a test holds the two equal. An all-reduce of P bytes sends as much as a
 reduce-scatter and an all-gather, so ZeRO 1 and 2 send what data parallelism sends, ZeRO 3 half as much again. (Head and
@@ -20,7 +21,7 @@ embedding are not gathered for the backward, which needs neither.)
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from math import ceil, prod
 from typing import Any
@@ -29,7 +30,7 @@ from whorl.models import Transformer
 from whorl.models.parallel_parts import tensor_shards
 from whorl.nn.experts import MixtureOfExperts
 from whorl.objectives.next_token import default_chunk_tokens
-from whorl.parallel.layout import Layout, place_parameters
+from whorl.parallel.layout import AXES, Layout, place_parameters
 from whorl.parallel.pipeline import stage_numbers
 from whorl.parallel.traffic import Total, sent_share
 
@@ -121,6 +122,50 @@ class StepShape:
                     add("pp", "send", m, hidden / layout.tp)
         self._add_fsdp(add, at)
         return {key: Total(round(n), round(p), s) for key, (n, p, s) in sums.items()}
+
+    def update_traffic(self, rank: int, wholes: Collection[str]) -> dict[Key, Total]:
+        """Return what a rank sends in an update; "dp+cp" are the ranks of both axes, "world" all.
+
+        wholes: matrices that go to one owner and back, as Muon's. Their bytes are those of a mean rank.
+        """
+        at, layout = self.layout.at(rank), self.layout
+        sizes = dict(zip(AXES, layout.shape, strict=True))
+        by_axes: dict[tuple[str, ...], float] = defaultdict(float)
+        tied = 0.0
+        for name, shape in self.held(at).items():
+            place = self.places[name]
+            if not name.startswith("memory."):
+                rows = shape[0]
+                if place.sharded:
+                    step = ceil(rows / layout.fsdp)
+                    rows = min(rows, step * (at["fsdp"] + 1)) - min(rows, step * at["fsdp"])
+                by_axes[place.sums] += 4 * rows * prod(shape[1:])
+                tied += 4 * rows * prod(shape[1:]) if len(place.stages) > 1 else 0.0
+        found: dict[Key, Total] = {}
+        entries = [
+            ("+".join(a for a in AXES if a in axes and sizes[a] > 1), n) for axes, n in by_axes.items()
+        ]
+        for axes, n in [entry for entry in entries if entry[0]] + ([("ends", tied)] if tied else []):
+            size = 2 if axes == "ends" else prod(sizes[a] for a in axes.split("+"))
+            old = found.get((axes, "all_reduce"), Total(0, 0, 0.0))
+            sent = n * sent_share("all_reduce", size)
+            found[axes, "all_reduce"] = Total(old.calls + 1, old.payload + round(n), old.sent + sent)
+        if wholes and layout.ranks > 1:
+            moved = 0.0
+            for name in wholes:
+                place = self.places[name]
+                parts = layout.fsdp * (layout.tp if isinstance(place.shard.dim, int) else 1)
+                holders = layout.ranks / layout.pp / (1 if place.expert is None else layout.ep)
+                moved += 4 * place.shape.numel() * (1 + holders / parts) / layout.ranks
+            share = sent_share("all_to_all", layout.ranks)
+            everyone = [
+                axes
+                for axes, _ in entries
+                if axes and prod(sizes[a] for a in axes.split("+")) == layout.ranks
+            ]
+            everyone += [axis for axis in AXES if sizes[axis] == layout.ranks]
+            found[(everyone or ["world"])[-1], "all_to_all"] = Total(2, round(moved), moved * share)
+        return found
 
     def _add_block(self, add: Add, number: int, tokens: int, e: int) -> None:
         layout, m, config = self.layout, self.micro_batches, self.model.config
