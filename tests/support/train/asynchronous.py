@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from whorl.objectives.next_token import Loss
 from whorl.slots import SerialProducer
+from whorl.train.asynchronous.problems import LanguageModelProblem
 from whorl.train.asynchronous.worker import Worker
 
 
@@ -27,6 +32,25 @@ class NaNWorker(Worker):
         if slot.sequence % 2 and slot.sequence >= 5:
             slot.data.dense[0] = float("nan")
         return count
+
+
+class NaNBatches(LanguageModelProblem):
+    """The batches of worker 1 have a loss of NaN."""
+
+    def make(self) -> Any:
+        network, update = super().make()
+        objective = update.objective
+
+        def with_nan(batch: Any) -> Loss:
+            loss = objective(batch)
+            return Loss(loss.total * batch["scale"], loss.count, loss.metrics)
+
+        return network, replace(update, objective=with_nan)
+
+    def batches(self, first: int, worker: int, workers: int) -> Any:
+        scale = torch.tensor(float("nan") if worker else 1.0)
+        for batch in super().batches(first, worker, workers):
+            yield [{**micro_batch, "scale": scale} for micro_batch in batch]
 
 
 class AllNaNWorker(Worker):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench.parallel._sparse import SparseLogistic
-from tests.support.train.asynchronous import AllNaNWorker, FastFirst, KilledWorker, NaNWorker
+from tests.support.train.asynchronous import AllNaNWorker, FastFirst, KilledWorker, NaNBatches, NaNWorker
 from tests.support.train.pretraining import assert_equal
 from tests.support.train.pretraining import train as pretrain
 from tests.support.train.tiny import job
@@ -84,6 +84,13 @@ def test_failing_worker_is_named_and_left_out(
     )
     assert "worker 1 is left out, 1 of 2 remain" in messages[0] and words in found["left_out"][1]
     assert found["refused"] == refused and sum(found["lags"].values()) == 24
+    assert all(p.isfinite().all() for p in network.parameters())
+
+
+def test_hogwild_keeps_nan_out_of_the_tables(tokens: Path) -> None:
+    problem, method = NaNBatches(job(tokens)), METHODS["hogwild"]
+    network, found = train([Worker(problem, method, 2) for _ in range(2)], 6, serial=True)
+    assert found["refused"] == {1: 3} and found["moved"] > 0
     assert all(p.isfinite().all() for p in network.parameters())
 
 

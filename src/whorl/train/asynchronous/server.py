@@ -56,35 +56,27 @@ class Server:
         self.records = self.arrived = self.tokens = self.moved = self.steps = 0
         self.began = self.paused = 0.0
         self.network, update = self.problem.make()
-        named, whole, unlocked = (
-            dict(self.network.named_parameters()),
-            self.method.sends_changes,
-            self.method.unlocked,
-        )
+        named, whole = dict(self.network.named_parameters()), self.method.sends_changes
         self.tables = [] if whole else update.names_for("sparse_adagrad")
-        tables, dense = (
-            [named[n] for n in self.tables],
-            [named[n] for n in update.param_optims if n not in self.tables],
-        )
-        kinds = {
-            f"{name}/{kind}": len(named[name])
-            for name in self.tables
-            for kind in ("square", "moved")
-            if unlocked
+        self.unlocked = self.tables if self.method.unlocked else []
+        tables = [named[name] for name in self.tables]
+        dense = [named[name] for name in update.param_optims if name not in self.tables]
+        kinds = [(name, kind) for name in self.unlocked for kind in ("square", "moved")]
+        extra = {f"{name}/{kind}": torch.zeros(len(named[name])) for name, kind in kinds} | {
+            DONE: torch.zeros(1)
         }
-        extra = {name: torch.zeros(size) for name, size in {**kinds, DONE: 1}.items()}
         self.board = Board.from_tensors({n: p.detach() for n, p in named.items()} | extra)
-        max_rows = 1 if unlocked else self.problem.max_rows
+        max_rows = 1 if self.unlocked else self.problem.max_rows
         self.ring: SlotRing[Gradient] = SlotRing(gradient_spec(dense, tables, max_rows), self.n)
-        objective: Any = partial(received_loss, dense, [] if unlocked else tables)
-        optims = {n: optim for n, optim in update.param_optims.items() if not (unlocked and n in self.tables)}
+        objective: Any = partial(received_loss, dense, [] if self.unlocked else tables)
+        optims = {name: optim for name, optim in update.param_optims.items() if name not in self.unlocked}
         own = replace(update, objective=objective, param_optims=optims)
         if whole:
             optims = dict.fromkeys(optims, ParamOptim("adamw", 1.0))
             outer = Nesterov(self.method.outer_lr, self.method.momentum)
             own = replace(own, param_optims=optims, clip_norm=math.inf, apply=outer)
-        stateless = optims if whole else ()
-        shared = SharedState.allocate(self.network, optims, 1, max_rows * self.n, stateless=stateless)
+        rows, stateless = max_rows * self.n, optims if whole else ()
+        shared = SharedState.allocate(self.network, optims, 1, rows, stateless=stateless)
         for name in self.tables:  # a worker reads rows where the server writes them
             shared.weights[name] = self.board.tensor(name)
         own_updates, dtype = [own] if dense else [], optimizer_dtype(self.network)
@@ -105,12 +97,8 @@ class Server:
         self.began = self.began or time.perf_counter() - max(float(slot.data.seconds) for slot in slots)
         self.arrived, self.steps = len(slots), self.steps + 1
         self.tokens += sum(slot.length for slot in slots)
-        self.count_moved(slots)
+        self.moved += rows_moved(slots) if self.unlocked else 0
         return [[slot.tensors() for slot in slots]]
-
-    def count_moved(self, slots: Sequence[Slot[Gradient]]) -> None:
-        """Count the rows that workers moved without a lock."""
-        self.moved += sum(int(slot.data.n_rows.sum()) for slot in slots if self.method.unlocked)
 
     def lr_scale(self, step: int) -> float:
         """Return the factor on the learning rate of the step in progress."""
@@ -125,12 +113,16 @@ class Server:
 
     def figures(self, reader: ClockReader) -> dict[str, Any]:
         """Return what `train` returns."""
-        counts = [self.board.tensor(f"{name}/moved") for name in self.tables if self.method.unlocked]
         of_server = {name: getattr(self, name) for name in ("curve", "tokens", "steps", "moved")}
         of_reader = {name: dict(getattr(reader, name)) for name in ("lags", "refused", "left_out")}
         waited = reader.idle / (reader.idle + reader.busy)
-        lost = self.moved - sum(int(count.sum()) for count in counts)
+        lost = self.moved - sum(int(self.board.tensor(f"{name}/moved").sum()) for name in self.unlocked)
         return {**of_server, **of_reader, "waited": waited, "lost": lost, "seconds": self.elapsed()}
+
+
+def rows_moved(slots: Sequence[Slot[Gradient]]) -> int:
+    """Return how many rows the workers of these records moved."""
+    return sum(int(slot.data.n_rows.sum()) for slot in slots)
 
 
 def train(
@@ -178,8 +170,8 @@ def train(
                 server.learner, reader, server.minibatches, last=1 << 62, lr_scale=server.lr_scale,
                 sync_weights=server.publish, on_step_end=after,
             )  # fmt: skip
-        if server.method.unlocked:
-            server.count_moved(reader.unread())
+        if server.unlocked:
+            server.moved += rows_moved(reader.unread())
     finally:
         reader.close()
     return server.network, server.figures(reader)

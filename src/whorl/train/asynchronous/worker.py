@@ -110,7 +110,9 @@ class Worker:
         return self.problem.lr_scale(float(self.pulled[DONE]) + local_step)
 
     def _move(self, name: str, rows: Tensor, values: Tensor, board: Board) -> int:
-        """Move the rows of a table on the board, without a lock; return their number."""
+        """Move the rows of a table on the board, without a lock; return their number, 0 for gradients with NaN."""
+        if not values.isfinite().all():
+            return 0
         self.adagrad.step(name, self.tables[name].data, rows, values, self._lr_scale())
         moved = torch.unique(rows)
         board.tensor(f"{name}/moved").index_add_(0, moved, torch.ones(len(moved)))

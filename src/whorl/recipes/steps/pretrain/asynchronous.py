@@ -117,15 +117,8 @@ def _job(ctx: StepContext, config: AsynchronousConfig) -> Job:
     if job.model.experts is not None or job.model.masked is not None:
         raise ConfigError("workers train decoders without experts", do="omit plan.model.experts")
     dtype = job.dtype if job.dtype in ("float32", "bfloat16") else "float32"
-    fixed = {
-        "device": "cpu",
-        "compile": False,
-        "replicas": 1,
-        "threads": 1,
-        "long_ratio": 0.0,
-        "layout": None,
-    }
-    return job.model_copy(update={**fixed, "serial_loader": True, "dtype": dtype})
+    one = {"device": "cpu", "compile": False, "replicas": 1, "threads": 1, "serial_loader": True}
+    return job.model_copy(update={**one, "long_ratio": 0.0, "layout": None, "dtype": dtype})
 
 
 def _report(ctx: StepContext, config: AsynchronousConfig, runs: Runs) -> None:
@@ -147,26 +140,17 @@ def _report(ctx: StepContext, config: AsynchronousConfig, runs: Runs) -> None:
              f"{timed['tokens']:,}", f"{run['waited']:.0%}", f"{run['lost']:,} of {run['moved']:,}",
              str(sum(run["refused"].values())), str(len(run["left_out"]))]
         )  # fmt: skip
-    heads = [
-        "Bits per byte",
-        "Seconds",
-        "At equal time",
-        "Tokens",
-        "Workers wait",
-        "Lost rows",
-        "Dropped",
-        "Left out",
-    ]
-    columns = [Column(name="Method"), Column(name="A step", optional=True)]
-    columns += [Column(name=name, number=True) for name in heads]
+    texts, shown = (
+        ("Method", "A step"),
+        ("Bits per byte", "Seconds", "At equal time", "Tokens", "Workers wait"),
+    )
+    counts = ("Lost rows", "Dropped", "Left out")
+    columns = [Column(name=name, number=name not in texts) for name in (*texts, *shown, *counts)]
     note = (
         f"{config.workers} workers; the last one takes {config.slowdown:g} x the time. Lost rows: moved without a lock, and "
         "undone by another's write. Dropped: gradients that were not finite. Left out: workers that died."
     )
     blocks.append(Table(section=section, title="Methods", note=note, columns=columns, rows=rows))
-    columns = [
-        Column(name="Method"),
-        *(Column(name=name, number=True) for name in ("Versions behind", "Gradients")),
-    ]
+    columns = [columns[0], *(Column(name=name, number=True) for name in ("Versions behind", "Gradients"))]
     note = "Versions between the weights of a gradient and those that it moved, at equal tokens."
     blocks.append(Histogram(section=section, title="Staleness", note=note, columns=columns, bars=bars))
