@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import schedules
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -260,7 +261,7 @@ def _skipping_view(model: Any, own: range, first: bool, last: bool) -> Any:
 
 _balancer = laid_out.StageBalancer.__init__
 _schedule_class, _take_context, _logits_step = (
-    pipeline.get_schedule_class, ring_attention.take_context, tensor_parallel.vocabulary_logits_step,
+    schedules.get_schedule_class, ring_attention.take_context, tensor_parallel.vocabulary_logits_step,
 )  # fmt: skip
 _open_store, _reduce, _ranges, _stage_view = (
     layout_store.LayoutStore.__init__, layout_store.LayoutStore.reduce, tensor_parallel.Shard.ranges,
@@ -268,9 +269,9 @@ _open_store, _reduce, _ranges, _stage_view = (
 )  # fmt: skip
 FAULTS: dict[str, tuple[str, str, Callable[[], list[Any]]]] = {
     "gradients are not summed over dp": ("llama", "dp=2", _patched(parameter_layout.Place, "sums", _sums_without("dp"))),
-    "the norm counts copies": ("llama", "tp=2", _patched(parameter_layout.ParameterLayout, "counted", lambda *_: True)),
+    "the norm counts copies": ("llama", "dp=2", _patched(parameter_layout.ParameterLayout, "counted", lambda *_: True)),
     "gradients are divided by the micro-batches": (
-        "llama", "pp=2", _patched(pipeline, "get_schedule_class", _dividing_schedule)
+        "llama", "pp=2", _patched(schedules, "get_schedule_class", _dividing_schedule)
     ),
     "positions of a context rank in plain order": (
         "llama", "cp=2", _patched(ring_attention, "take_context", _plain_positions)

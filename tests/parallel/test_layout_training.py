@@ -1,9 +1,19 @@
-"""Steps of the learner under a layout: norm, Muon, AdamW, tables and experts; planted faults are caught."""
+"""Training under a layout: norm, Muon, AdamW, tables and experts; faults are caught; another layout continues a run."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
-from bench.parallel.equal import BAR, FAULTS, compare, run
+from bench.parallel.equal import BAR, FAULTS, PRELOAD, compare
+from tests.support.train import tiny
 
-STEPS = 2
+from whorl.models.transformer_config import whorl_decoder
+from whorl.parallel.distributed import drive
+from whorl.parallel.layout import Layout
+from whorl.parallel.ranks import run_ranks
+from whorl.train.lm.pretrain import pretrain
+
+STEPS = 1
 
 
 def test_two_ranks_train_as_one_rank_and_faults_are_caught():
@@ -16,11 +26,32 @@ def test_two_ranks_train_as_one_rank_and_faults_are_caught():
     planted = [(*FAULTS[name][:2], name) for name in FAULTS]
     found = compare([*layouts, *planted], STEPS)
     for case, (far, control) in zip(layouts, found[: len(layouts)], strict=True):
-        assert far < 2 * BAR * control, case  # two steps: the control is small by chance
+        assert far < 2 * BAR * control, case  # of one step the control is small by chance
     for case, (far, control) in zip(planted, found[len(layouts) :], strict=True):
         assert far > 2 * BAR * control, case
 
 
-def test_a_setting_that_a_layout_excludes_is_named():
-    with pytest.raises(Exception, match=r"nearest are 2 and 4"):
-        run(3, [("llama", "dp=3", 4, 1)])
+def train(folder, layout, scratch, stop_after):
+    shape = whorl_decoder(300, 64, 2, 2, 2, head_dim=32, ngram_buckets=256, mlp_hidden=128)
+    replicas = 1 if layout is None else Layout.parse(layout).data_ranks
+    job = tiny.job(folder / "tokens", steps=4, model=shape, layout=layout, replicas=replicas)
+    model = pretrain(job, folder / scratch, tiny.Notes(), stop_after=stop_after)
+    return {name: t.detach().numpy().copy() for name, t in model.state_dict().items()}
+
+
+def train_in_turn(folder):
+    train(folder, "tp=2", "ranks", 2)
+    return train(folder, "fsdp=2", "ranks", None)
+
+
+def test_another_layout_continues_a_run_as_one_rank_would(tmp_path: Path):
+    tiny.make_tokens(tmp_path / "tokens")
+    found, _ = run_ranks(2, drive, train_in_turn, tmp_path, preload=PRELOAD)
+    for name, expected in train(tmp_path, None, "one", None).items():
+        np.testing.assert_allclose(found[name], expected, atol=2e-6, err_msg=name)
+
+
+def test_a_layout_without_ranks_names_the_command(tmp_path: Path):
+    tiny.make_tokens(tmp_path / "tokens")
+    with pytest.raises(Exception, match="whorl launch RECIPE --on torchrun --ranks 2 --layout tp=2"):
+        train(tmp_path, "tp=2", "ranks", None)

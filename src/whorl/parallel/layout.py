@@ -28,13 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from whorl.errors import ConfigError, one_of
-from whorl.parallel.expert_dispatch import place_experts, shard_experts
 from whorl.parallel.parameter_layout import ParameterLayout, Place
 from whorl.parallel.pipeline import SCHEDULES, ModelStage, Pipeline, keep_blocks, stage_numbers, stage_view
-from whorl.parallel.ring_attention import shard_context, take_context
 from whorl.parallel.tensor_parallel import (
     Shard,
     exchange,
@@ -155,11 +152,20 @@ class Mesh:
         self.layout, self.rank = layout, dist.get_rank()
         self.at = layout.at(self.rank)
         self.torch: DeviceMesh = init_device_mesh(device, layout.shape, mesh_dim_names=AXES)
+        self.joined: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.ends: dist.ProcessGroup | None = None  # first and last stage, which both have a tied table
         inside = layout.ranks // layout.pp
         for rank in range(inside if layout.pp > 1 else 0):
             group = dist.new_group([rank, rank + (layout.pp - 1) * inside])
             self.ends = group if rank == self.rank % inside else self.ends
+
+    def close(self) -> None:
+        """Destroy the groups, which wakes ranks that wait in them for this one."""
+        for group in {*self.torch.get_all_groups(), *self.joined.values(), self.ends} - {
+            None,
+            dist.group.WORLD,
+        }:
+            dist.destroy_process_group(group)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return the group of ranks that differ from this one on `axes` only; None for one rank."""
@@ -167,8 +173,11 @@ class Mesh:
         axes = tuple(axis for axis in AXES if axis in axes and sizes[axis] > 1)
         if not axes:
             return None
-        mesh = self.torch[axes] if len(axes) == 1 else self.torch[axes]._flatten("_".join(axes))
-        return mesh.get_group()
+        if len(axes) == 1:
+            return self.torch[axes].get_group()
+        if axes not in self.joined:
+            self.joined[axes] = self.torch[axes]._flatten("_".join(axes)).get_group()
+        return self.joined[axes]
 
 
 class LaidOut:
@@ -193,6 +202,8 @@ class LaidOut:
             stage.losses.clear()
         context = self.mesh.group("cp")
         if context is not None:
+            from whorl.parallel.ring_attention import take_context
+
             split = ("targets", "loss_mask")
             micro_batches = [
                 m | {name: take_context(m[name], context) for name in split} for m in micro_batches
@@ -208,12 +219,13 @@ class LaidOut:
 
     def _run_in_turn(self, micro_batches: list[dict[str, Tensor]]) -> None:
         (stage,), zero = self.stages, self.mesh.layout.zero
+        sharded: Any = stage
         for number, micro_batch in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
-            if isinstance(stage, FSDPModule):
-                stage.set_requires_gradient_sync(last or zero > 1)
-                stage.set_is_last_backward(last)
-                stage.set_reshard_after_backward(last or zero > 2)
+            if self.mesh.layout.fsdp > 1:
+                sharded.set_requires_gradient_sync(last or zero > 1)
+                sharded.set_is_last_backward(last)
+                sharded.set_reshard_after_backward(last or zero > 2)
             stage(micro_batch["tokens"], **micro_batch).backward()
 
 
@@ -246,6 +258,8 @@ def apply_layout(
         _split_modules(model, tensor)
     expert, context = mesh.group("ep"), mesh.group("cp")
     if expert is not None:
+        from whorl.parallel.expert_dispatch import place_experts, shard_experts
+
         for block in model.blocks:
             if hasattr(getattr(block, "mlp", None), "experts"):
                 n_experts = len(block.mlp.experts)
@@ -257,7 +271,11 @@ def apply_layout(
         if tensor is not None:
             _split_ends(view, tensor, first, last)
         if context is not None:
+            from whorl.parallel.ring_attention import shard_context
+
             shard_context(view, context, 0 if first else layout.cp * layout.tp)
+        own = bounds[n + 1] - bounds[n]
+        view.checkpointed_blocks = bounds[n] + -(-model.checkpointed_blocks * own // len(model.blocks))
         views.append(ModelStage(view, objective(view), n, n_stages))
     blocks = [block for block in model.blocks if any(True for _ in block.parameters())]
     if compile_block is not None:
@@ -277,7 +295,11 @@ def place_parameters(
     ranks = [next(r for r, numbers in enumerate(held) if n in numbers) for n in range(len(bounds) - 1)]
     first, last, found = ranks[0], ranks[-1], {}
     experts = [int(name.rsplit(".", 1)[1]) for name in shards if ".experts." in name]
-    owners = place_experts([0.0] * (max(experts) + 1), layout.ep) if experts and layout.ep > 1 else []
+    owners: list[int] = []
+    if experts and layout.ep > 1:
+        from whorl.parallel.expert_dispatch import place_experts  # imports torch's compiler
+
+        owners = place_experts([0.0] * (max(experts) + 1), layout.ep)
     for name, parameter in model.named_parameters():
         if name.startswith("blocks."):
             number = int(name.split(".")[1])
@@ -337,6 +359,8 @@ class SumByAllToAll:
 
 
 def _shard_fully(stage: ModelStage, blocks: list[nn.Module], mesh: Mesh) -> None:
+    from torch.distributed.fsdp import fully_shard  # a second
+
     sparse = {p for n, p in stage.model.named_parameters() if n.startswith("memory.")}
     own = [block for block in blocks if any(block is module for module in stage.modules())]
     modules: list[Any] = [*own, stage]

@@ -42,13 +42,13 @@ class LayoutStore(DistributedStore):
         places, rank = laid.places, group.rank
         self.laid, self.places = laid, places
         dense = [name for name in places.places if name not in tables]
-        owners = dict.fromkeys(dense, rank) | _owners(places.places, places.at, wholes, balance)
+        owners = {name: number % len(places.at) for number, name in enumerate(dense)}  # of moments in `state`
+        owners |= _owners(places.places, places.at, wholes, balance)
         ParameterStore.__init__(self, group, state, owners, tables)
         parts = {name: p.data for name, p in laid.parameters.items()}
         self.own = {name: torch.zeros_like(parts[name]) for name in dense if name in parts}
         self.whole_names = set(wholes)
         self.wholes = {name: torch.empty_like(state.weights[name]) for name in wholes if owners[name] == rank}
-        self.writers = {name: n % group.size for n, name in enumerate(dense)}  # of what `export` has written
         self.owned = [n for n in dense if n in self.wholes or (n in parts and n not in wholes)]
         self.targets = parts | self.wholes
         self.counted = {name for name in self.owned if name in self.wholes or places.counted(name)}
@@ -68,12 +68,13 @@ class LayoutStore(DistributedStore):
             for local, whole in places.places[name].pieces(at[receiver], sizes)
         ]
         self.own_rows, self.moments = {}, {}
-        for path, moment in state.state.items():
+        self.shapes = {path: moment.shape for path, moment in state.state.items()}
+        for path, shape in self.shapes.items():
             name = path.rpartition("/")[0]
-            if name in self.wholes or name in tables:
-                self.moments[path] = moment.clone()
+            if name in self.wholes or (name in parts and name in tables):
+                self.moments[path] = torch.zeros(shape)
             elif name in self.own and name not in wholes:
-                self.moments[path] = places.take(name, moment, self.own[name])
+                self.moments[path] = torch.zeros_like(self.own[name])
         for name in (name for name in tables if name in parts):
             room, width = state.row_ids[name].shape[1], parts[name].shape[1]
             self.own_rows[name] = torch.zeros(room, dtype=torch.int64), torch.zeros(room, width)
@@ -83,44 +84,48 @@ class LayoutStore(DistributedStore):
         """Keep all: `export` writes to them."""
 
     def load(self, state: State) -> None:
-        """Take this rank's parts of whole weights and moments."""
+        """Take this rank's parts of whole weights and moments; of moments an owner has the whole. All ranks call this."""
         for name, parameter in self.laid.parameters.items():
             parameter.data.copy_(self.places.take(name, state.weights[name], parameter.data))
         for name, whole in self.wholes.items():
             whole.copy_(state.weights[name])
-        for path, moment in self.moments.items():
-            name, whole = path.rpartition("/")[0], state.state[path]
-            is_part = name in self.own and name not in self.wholes
-            moment.copy_(self.places.take(name, whole, moment) if is_part else whole)
+        moves: list[Move] = []
+        for path in self.shapes:
+            name, owner = path.rpartition("/")[0], self.writers.get(path.rpartition("/")[0], 0)
+            for rank in range(self.group.size):
+                held = self._pieces(path, name, rank, counted=False)
+                moves += [(owner, rank, path, whole, part) for part, whole in held]
+        self._transfer(moves, state.state, self.moments)
 
     def export(self, state: State) -> None:
-        """Write the whole weights and moments into `state`, on every rank. All ranks call this."""
-        parts = {name: p.data for name, p in self.laid.parameters.items()}
-        self._send_to_all(parts, state.weights, {name: name for name in self.places.places})
-        names = {path: path.rpartition("/")[0] for path in state.state}
-        self._send_to_all(self.moments, state.state, names)
+        """Write whole weights into `state` on every rank, whole moments on their owners. All ranks call this."""
+        parts, ranks = {name: p.data for name, p in self.laid.parameters.items()}, range(self.group.size)
+        moves: list[Move] = [
+            (rank, other, name, part, whole)
+            for name, place in self.places.places.items()
+            for rank in ranks
+            if place.counts(self.places.at[rank])
+            for part, whole in place.pieces(self.places.at[rank], self.places.sizes)
+            for other in ranks
+        ]
+        self._transfer(moves, parts, state.weights)
+        moves = []
+        for path in self.shapes:
+            name = path.rpartition("/")[0]
+            for rank in ranks:
+                held = self._pieces(path, name, rank, counted=True)
+                moves += [(rank, self.writers.get(name, 0), path, part, whole) for part, whole in held]
+        self._transfer(moves, self.moments, state.state)
 
-    def _send_to_all(
-        self, parts: Mapping[str, Tensor], wholes: Mapping[str, Tensor], names: Mapping[str, str]
-    ) -> None:
-        """Fill whole tensors on every rank. names: the parameter of each tensor."""
-        moves: list[Move] = []
-        for key, name in names.items():
-            full = tuple(slice(0, n) for n in wholes[key].shape)
-            place = self.places.places[name]
-            if key != name and name in self.whole_names:
-                sent = [(self.owners[name], full, full)]
-            else:
-                ranks = [r for r, at in enumerate(self.places.at) if place.counts(at)]
-                sent = [(r, *p) for r in ranks for p in self._pieces(place, r, full)]
-            moves += [(r, other, key, a, b) for r, a, b in sent for other in range(self.group.size)]
-        self._transfer(moves, parts, wholes)
-
-    def _pieces(self, place: Place, rank: int, full: Slices) -> list[tuple[Slices, Slices]]:
-        """Return the pieces of a parameter's tensor; the whole where it is no part, as a table's row sums."""
-        if len(full) != len(place.shape):
-            return [(full, full)]
-        return place.pieces(self.places.at[rank], self.places.sizes)
+    def _pieces(self, path: str, name: str, rank: int, *, counted: bool) -> list[tuple[Slices, Slices]]:
+        """Return the pieces of a moment that a rank has: all of a matrix or a table, else those of the parameter."""
+        place, at = self.places.places[name], self.places.at[rank]
+        full = tuple(slice(0, n) for n in self.shapes[path])
+        if name in self.whole_names:
+            return [(full, full)] if self.owners[name] == rank else []
+        if not (place.counts(at) if counted else place.holds(at)):
+            return []
+        return [(full, full)] if name in self.tables else place.pieces(at, self.places.sizes)
 
     def _transfer(
         self, moves: Sequence[Move], sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]
@@ -137,7 +142,7 @@ class LayoutStore(DistributedStore):
         outgoing = torch.cat([t for r in range(size) for t in sends[r]] or [torch.zeros(0)])
         to, of = ([sum(t.numel() for t in lists[r]) for r in range(size)] for lists in (sends, receives))
         incoming = outgoing.new_empty(sum(of))
-        dist.all_to_all_single(incoming, outgoing, of, to)
+        dist.all_to_all_single(incoming, outgoing, of, to, group=self.group.data)
         start = 0
         for r in range(size):
             for t in receives[r]:

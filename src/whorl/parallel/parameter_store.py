@@ -72,6 +72,12 @@ class ParameterStore(ABC):
     def drop_foreign(self, state: dict[str, Tensor]) -> None:  # noqa: B027
         """Remove the moments, by "parameter/moment", that other ranks keep."""
 
+    def export(self, state: State) -> None:  # noqa: B027
+        """Write whole weights and moments into `state`, where this rank has parts. All ranks call this."""
+
+    def load(self, state: State) -> None:  # noqa: B027
+        """Take this rank's parts of `state`. All ranks call this."""
+
     @abstractmethod
     def share(self, values: Sequence[float], seen: set[str]) -> list[tuple[float, ...]]:
         """Return the values of every rank. seen: the parameters with a gradient here; afterwards `seen_anywhere` holds."""

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from whorl.errors import ConfigError
 
@@ -149,6 +147,8 @@ class Pipeline:
         )
 
     def _schedule(self, n_micro_batches: int, tokens: Tensor) -> Any:
+        from torch.distributed.pipelining import PipelineStage, schedules  # half a second
+
         parts = []
         for stage in self.stages:
             model, (rows, length) = stage.model, tokens.shape
@@ -161,7 +161,7 @@ class Pipeline:
                     output_args=torch.empty(1, requires_grad=True) if stage.is_last else hidden,
                 )
             )  # fmt: skip
-        schedule = get_schedule_class(SCHEDULES[self.layout.schedule])
+        schedule = schedules.get_schedule_class(SCHEDULES[self.layout.schedule])
         loss = lambda out, _: out.sum()  # noqa: E731
         return schedule(
             parts if len(self.stages) > 1 else parts[0], n_micro_batches, loss_fn=loss, scale_grads=False

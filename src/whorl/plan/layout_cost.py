@@ -13,16 +13,18 @@ The ranks of an axis are neighbours if the axis is inner: tp, then cp, fsdp, ep,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
 from whorl.errors import ConfigError
+from whorl.machine.device_probe import probe
 from whorl.models import Transformer, make_model
 from whorl.models.parallel_parts import check_layout
 from whorl.nn.compiler import meta_device
 from whorl.parallel.layout import AXES, Layout
+from whorl.parallel.process_group import world_size
 from whorl.parallel.traffic import Total
 from whorl.plan.cluster import ClusterSpec
 from whorl.plan.layout_traffic import StepShape
@@ -83,6 +85,21 @@ def choose_layout(job: Job, cluster: ClusterSpec, ranks: int) -> list[LayoutCost
             do="change the number of ranks, rows or layers, or use more devices",
         )
     return found
+
+
+def with_layout(job: Job, text: str, log: Callable[[str], None]) -> Job:
+    """Return the job under a layout, in which its replicas are the ranks that read different rows.
+
+    text: of `Layout.parse`, or "auto" for the fastest that is predicted for this machine and the launcher's ranks.
+
+    Raises:
+        ConfigError: as `Layout.parse` and `choose_layout`.
+    """
+    if text == "auto":
+        best = choose_layout(job, ClusterSpec.of_machine(probe(), world_size()), world_size())[0]
+        text = best.name
+        log(f"layout {text}: {best.why}")
+    return job.model_copy(update={"layout": text, "replicas": Layout.parse(text).data_ranks})
 
 
 def layouts(ranks: int, n_experts: int) -> Iterator[Layout]:

@@ -172,7 +172,7 @@ def deterministic_replicas(config: BaseModel) -> int | str:
     """Return the replicas of a deterministic step; by default they follow from the usable cores, or a launcher's ranks."""
     from whorl.parallel.process_group import cores_for_replicas  # imports torch
 
-    given = getattr(getattr(config, "run", None), "replicas", None)
+    given = getattr(config, "layout", None) or getattr(getattr(config, "run", None), "replicas", None)
     return given or f"at most one for each of {cores_for_replicas(True)} cores"
 
 

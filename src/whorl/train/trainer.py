@@ -159,6 +159,7 @@ class Trainer(Generic[R]):
                         on_step_end=self._on_step_end,
                         stopwatch=self.stopwatch,
                     )
+                self.learner.export()
         finally:
             task.close()
 
@@ -191,13 +192,18 @@ class Trainer(Generic[R]):
         self._hold_preemption()
         if self.checkpoints is not None and task.may_save(done):
             is_due = done == task.steps or self.checkpoints.due()
+            stop = self.stopwatch.requested or self.stopped
             if not self.group.shares_memory:  # each rank writes a piece when rank 0 does
-                is_due = bool(self.group.all_gather_scalars(float(is_due))[0][0])
-            if is_due:
-                self._notify("on_checkpoint", done, self.save())
+                own = float(is_due), float(stop)
+                is_due, stop = (bool(flag) for flag in self.group.all_gather_scalars(*own)[0])
+            stops_together = stop and self.learner.laid is not None
+            if is_due or stops_together:
+                self._notify("on_checkpoint", done, self.save(upload=stops_together))
             if self.stopwatch.requested:
                 self.stopwatch.phase = "between steps"
                 raise Preempted
+            if stops_together:
+                raise StopTraining
         if done == self.last < self.start.last:
             raise StopTraining
 
@@ -215,6 +221,7 @@ class Trainer(Generic[R]):
         if guard.needs_rollback:
             step = guard.roll_back()
             restore_snapshot(self.rollback_store, step, self.shared.tensors(), self.group)
+            self.learner.load()
             for event in guard.pop_events():
                 self.report_event(done, event)
             if self.layer_stats is not None:
@@ -229,14 +236,17 @@ class Trainer(Generic[R]):
             guard.snapshot_step = done
             if self.rollback_store is not None:
                 with self.stopwatch.during("snapshot"):
+                    self.learner.export()
                     self.rollback_store.save(done, self.shared.tensors())
         if done in self.options.branch_points and checkpoints is not None:
             self.task_state = self.task.state_dict()
             with self.stopwatch.during("branch"):
+                self.learner.export()
                 folder = branch_folder(checkpoints.folder, done)
                 checkpoints.save_named(folder, done, self.shared.tensors(), self.state_dict())
 
     def _evaluate(self, done: int) -> None:
+        self.learner.export()
         self.task.networks.eval()
         with self.averages.average_parameters(self.task.networks):
             with self.stopwatch.during("validation"):
@@ -257,9 +267,12 @@ class Trainer(Generic[R]):
             return 0.0
         if done == self.last_saved_step and not (upload and done and checkpoints.needs_upload(done)):
             return 0.0
+        if is_request and self.learner.laid is not None:  # the others may wait for tensors of this rank
+            return 0.0
         if is_request:
             self.group.request()
         with self.stopwatch.during("checkpoint"):
+            self.learner.export()
             tensors = {**self.shared.tensors(), **self.task.tensors()}
             seconds = checkpoints.save(done, tensors, self.state_dict(), upload=upload)
         self.last_saved_step = done
@@ -293,7 +306,8 @@ class Trainer(Generic[R]):
             getattr(self.callback, name)(*arguments)
         except StopTraining:
             self.stopped = True
-            raise
+            if self.learner.laid is None:  # else at the end of the step, on all ranks
+                raise
         except Exception as error:
             self._save_and_raise(error)
 

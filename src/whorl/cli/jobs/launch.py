@@ -33,6 +33,13 @@ def launch(
             metavar="HOST:PORT", help="Where the nodes of torchrun meet: a free port of the first node, the same on each."
         ),
     ] = "",
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="dp=2,tp=2|auto",
+            help="How the ranks of torch.distributed share a pretraining step: degrees of dp, fsdp, tp, pp, cp, ep.",
+        ),
+    ] = None,
     restarts: Annotated[
         int, typer.Option(min=0, help="How often all ranks start again after one was killed or did not answer.")
     ] = 5,
@@ -67,9 +74,12 @@ def launch(
         raise ConfigError(
             f"--write with --on {on}", expected=f"--on {' or '.join(SCHEDULERS)}, which have a file"
         )
+    ranks = ranks or usable_cores() * nodes
     words = ["run", recipe, *context.args]
     run = _checked_run(context, words)
-    ranks = ranks or usable_cores() * nodes
+    if layout is not None:
+        words += _layout_words(run, layout, ranks)
+        run = _checked_run(context, words)
     options = ["--on", "torchrun", "--ranks", str(ranks), "--nodes", str(nodes), "--restarts", str(restarts)]
     python = (sys.executable, "-m")
     job = LaunchSpec(
@@ -96,6 +106,23 @@ def launch(
         raise typer.Exit(launcher(job))
 
 
+def _layout_words(run: Any, text: str, ranks: int) -> list[str]:
+    """Return the options that set the layout of the recipe's pretraining steps.
+
+    Raises:
+        ConfigError: the layout has other ranks, or no step trains with one.
+    """
+    from whorl.errors import ConfigError
+    from whorl.parallel.layout import Layout
+
+    steps = [name for name, step in run.obj.steps.items() if "layout" in type(step.config).model_fields]
+    if not steps:
+        raise ConfigError(f"--layout {text}", expected="a recipe with a step of the kind pretrain")
+    if text != "auto":
+        Layout.parse(text).check_ranks(ranks)
+    return [word for name in steps for word in ("--set", f"{name}.layout={text}")]
+
+
 def _checked_run(context: typer.Context, words: list[str]) -> Any:
     """Return the command `whorl run` with its options parsed, and its recipe checked, before anything is started.
 
@@ -107,7 +134,7 @@ def _checked_run(context: typer.Context, words: list[str]) -> Any:
     parent: Any = context.parent
     run = parent.command.get_command(parent, "run").make_context("run", words[1:], parent=parent)
     given = run.params
-    load_recipe(
+    run.obj = load_recipe(
         given["recipe"], budget=given["budget"], deterministic=given["deterministic"], model=given["model"],
         sets=given["sets"] or (),
     )  # fmt: skip

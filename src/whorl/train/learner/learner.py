@@ -14,7 +14,7 @@ So 1 x 8, 2 x 4 and 8 x 1 micro-batches, on any number of replicas, give the sam
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from whorl.nn.norm import BatchNorm
 from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup, world_size
 from whorl.train.learner.average import Average, Averages
-from whorl.train.learner.update import GradHook, ParamOptim, Update, check_updates
+from whorl.train.learner.update import GradHook, ParamOptim, Update, check_updates, stored_buffers
 from whorl.train.learner.zero1 import open_update_store
 from whorl.train.optim.clipping import clip_scale, squared_norm, sum_replicas
 from whorl.train.optim.flat_views import contiguous_zeros, flatten_views
@@ -145,16 +145,6 @@ class SharedState:
         return {f"{prefix}{name}": t for prefix, tensors in kinds.items() for name, t in tensors.items()}
 
 
-def stored_buffers(networks: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield (name, owning module, name in the module, buffer) for each buffer that is in the state dict."""
-    stored = networks.state_dict().keys()
-    for path, module in networks.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            full = f"{path}.{name}" if path else name
-            if full in stored:
-                yield full, module, name, buffer
-
-
 class Learner:
     """One replica's learner.
 
@@ -201,6 +191,16 @@ class Learner:
     def weights(self) -> dict[str, Tensor]:
         """The current weights by name: the shared tensors, not copies."""
         return self.shared.weights
+
+    def export(self) -> None:
+        """Write the whole state into `shared`, where a layout's ranks have parts of it. All ranks call this."""
+        for each in self.updates:
+            each.store.export(self.shared)
+
+    def load(self) -> None:
+        """Take the state from `shared` again, after it was restored. All ranks call this."""
+        for each in self.updates:
+            each.store.load(self.shared)
 
     def end_round(self) -> None:
         """Move the target networks; called after all updates of a round."""

@@ -7,7 +7,7 @@ parameter belongs to at most one update. Gradients that a backward leaves on par
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -189,3 +189,13 @@ def check_updates(networks: nn.Module, updates: list[Update], averages: Sequence
                     raise ConfigError(
                         f"{name!r} is a target and trained by update {taken[name]}", do="freeze it"
                     )
+
+
+def stored_buffers(networks: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield (name, owning module, name in the module, buffer) for each buffer that is in the state dict."""
+    stored = networks.state_dict().keys()
+    for path, module in networks.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full = f"{path}.{name}" if path else name
+            if full in stored:
+                yield full, module, name, buffer

@@ -20,6 +20,7 @@ from whorl.nn.compiler import compiled
 from whorl.nn.experts import MixtureOfExperts, MoERouter
 from whorl.objectives.next_token import Loss
 from whorl.parallel.layout import LaidOut, Layout, Mesh, apply_layout
+from whorl.parallel.process_group import ProcessGroup, world_size
 from whorl.train.job import Job
 from whorl.train.learner.update import MicroBatch
 from whorl.train.lm.objective import LMObjective
@@ -96,15 +97,32 @@ def lay_out(model: LanguageModel, job: Job, moe: MoEBalancer) -> LaidOut:
     return apply_layout(part, mesh, shards, objective, compile_block if job.compile and not moe else None)
 
 
-def micro_batches_of_pass(found: list[MicroBatch], job: Job) -> list[MicroBatch]:
-    """Return the micro-batches of a rank's rows; for a pipeline without a given size, as many as it has stages."""
+def ranks_of(job: Job) -> int:
+    """Return the ranks of a job's layout, all ranks of the launcher.
+
+    Raises:
+        ConfigError: they run without torch.distributed, or are more or fewer.
+    """
     layout = Layout.parse(job.layout or "")
-    if len(found) > 1 or layout.pp == 1 or job.micro_batch_size is not None:
+    if layout.ranks > 1 and world_size() == 1:
+        raise ConfigError(
+            f"layout {job.layout!r} without ranks of torch.distributed",
+            do=f"start it by `whorl launch RECIPE --on torchrun --ranks {layout.ranks} --layout {job.layout}`",
+        )
+    layout.check_ranks(world_size())
+    if job.stream is not None:
+        raise ConfigError(f"layout {job.layout!r} with raw text", expected="a token set", do="remove stream")
+    return layout.ranks
+
+
+def readers_of(job: Job, group: ProcessGroup) -> ProcessGroup:
+    """Return this rank's place among those that read different rows."""
+    layout = Layout.parse(job.layout or "")
+    return ProcessGroup(layout.data_rank(group.rank), layout.data_ranks)
+
+
+def whole_pass(found: list[MicroBatch], job: Job) -> list[MicroBatch]:
+    """Return the micro-batches of a pass; those of a pipeline without a given size have one row."""
+    if Layout.parse(job.layout or "").pp == 1 or job.micro_batch_size is not None:
         return found
-    stages = layout.pp * (1 if layout.schedule in ("gpipe", "1f1b") else 2)
-    rows = len(found[0]["tokens"])
-    parts = max((n for n in range(1, rows + 1) if rows % n == 0 and n <= 2 * stages), default=1)
-    return [
-        {name: t[i : i + rows // parts] for name, t in found[0].items()}
-        for i in range(0, rows, rows // parts)
-    ]
+    return [{name: t[i : i + 1] for name, t in found[0].items()} for i in range(len(found[0]["tokens"]))]

@@ -24,10 +24,10 @@ from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.job import Job, RowShape, identity, on_world, row_shape, steps_per_epoch
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
-from whorl.train.learner.update import MicroBatch
 from whorl.train.lm.batches import Batch, job_batches, micro_batches
 from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.lm.decay_branches import load_branch
+from whorl.train.lm.laid_out import ranks_of, readers_of, whole_pass
 from whorl.train.lm.precision import activation_dtype
 from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.metrics.meter import Meter
@@ -76,7 +76,7 @@ def pretrain(
     task = PretrainTask(job, branch_start)
     run = RunOptions(
         scratch=scratch,
-        replicas=job.replicas,
+        replicas=job.replicas if job.layout is None else ranks_of(job),
         threads=job.threads if job.device == "cpu" else None,
         spike_guard=job.spike_guard,
         ema=job.ema,
@@ -104,6 +104,8 @@ class PretrainTask(Task[Batch]):
         self.evaluate_every = max(1, math.ceil(job.steps / job.evaluations))
         self.meter, self.best = Meter(), BestWeights()
         self.deadline = Deadline(job.steps, job.seconds)
+        if job.layout is not None:
+            self.interruptible = ()  # the other ranks may wait for tensors of this one
         self.stream_state: dict[str, Any] | None = None  # position of the next batch in raw text
 
     @cached_property
@@ -129,6 +131,7 @@ class PretrainTask(Task[Batch]):
 
     def make_learner(self, trainer: Trainer[Batch]) -> Learner:
         job, self.trainer = self.job, trainer
+        self.readers = trainer.group if job.layout is None else readers_of(job, trainer.group)
         trainer.log_objective(job.objective)
         self.learner = build_learner(
             self.networks,
@@ -143,19 +146,26 @@ class PretrainTask(Task[Batch]):
         self.validator = Validator(job, trainer.group)
         return self.learner
 
-    def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats:
+    def close(self) -> None:
+        if (laid := getattr(getattr(self, "learner", None), "laid", None)) is not None:
+            laid.mesh.close()
+
+    def make_layer_stats(self, learner: Learner, steps_done: int) -> LayerStats | None:
         job = self.job
+        if job.layout is not None:  # a rank has parts of gradients
+            return None
         return LayerStats(
             learner, steps=job.steps, batch_rows=job.batch_size, muon_every=job.optim.muon_every,
             model=self.networks, ids=self.validator.fixed_ids()[:, : job.seq_len], steps_done=steps_done,
         )  # fmt: skip
 
     def batches(self, first: int) -> AbstractContextManager[Iterator[Batch]]:
-        self.records: Any = job_batches(self.job, self.trainer.group, first, self.rows, self.stream_state)
+        self.records: Any = job_batches(self.job, self.readers, first, self.rows, self.stream_state)
         return cast("AbstractContextManager[Iterator[Batch]]", self.records)
 
-    def minibatches(self, record: Batch) -> list[list[MicroBatch]]:
-        return [micro_batches(record, self.job, self.learner.rounds, self.trainer.group.rank)]
+    def minibatches(self, record: Batch) -> list[list[Any]]:
+        found = micro_batches(record, self.job, self.learner.rounds, self.readers.rank)
+        return [found] if self.job.layout is None else [[whole_pass(found, self.job)]]
 
     def lr_scale(self, step: int) -> float:
         return lr_schedule.lr_scale(self.deadline.planned(step), self.job.steps, self.job.schedule)
@@ -198,6 +208,7 @@ class PretrainTask(Task[Batch]):
             return metrics
         if not self.best.follow(self.trainer, steps_done, metrics["held_out_nll"]):
             return metrics
+        self.learner.load()
         return {**self.evaluate(), "kept_step": float(self.best.state["step"])}
 
     def state_dict(self) -> dict[str, Any]:

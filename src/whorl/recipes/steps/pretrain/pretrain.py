@@ -58,6 +58,9 @@ class PretrainConfig(BaseModel):
     serial_loader: bool = Field(
         default=False, description="fill batches in the training process, for debugging"
     )
+    layout: str | None = Field(
+        default=None, description="of the ranks of `whorl launch`: dp=2,tp=2,pp=2, or auto (docs/parallel.md)"
+    )
     train: PretrainTrainConfig = Field(default=PretrainTrainConfig(), description="the update loop")
     run: RunConfig = Field(default=RunConfig(), description="checkpoints and memory")
 
@@ -87,7 +90,7 @@ def _with_file_hashes(config: PretrainConfig, store: Store) -> PretrainConfig:
     "model",
     config=PretrainConfig,
     complete_config=_with_file_hashes,
-    not_hashed=("run", "serial_loader"),
+    not_hashed=("run", "serial_loader", "layout"),
     parents={"plan": "plan", "tokens": "tokens", "tokenizer": "tokenizer"},
     version=3,
 )
@@ -122,7 +125,7 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
         model = model.model_copy(update={"vocab_size": vocab_size})
     if config.objective == MASKED:
         model = masked_decoder(model, vocab_size, config.block, planned.seq_len)
-    return Job.model_validate(
+    job = Job.model_validate(
         {
             **dict(planned),
             **dict(config.train),
@@ -141,6 +144,11 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
             "seed": planned.seed if config.seed is None else config.seed,
         }
     )
+    if config.layout is None:
+        return job
+    from whorl.plan.layout_cost import with_layout
+
+    return with_layout(job, config.layout, ctx.progress.log)
 
 
 def _stream_settings(ctx: StepContext, config: PretrainConfig) -> dict[str, object] | None:
