@@ -75,6 +75,18 @@ def one_rank(name, parts):
     return total, {name: dense(p) for name, p in model.named_parameters()}
 
 
+def assembled(places, parts, like):
+    """Whole tensors from the counted parts of all ranks."""
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, parts)
+    whole = {name: torch.full_like(t, torch.nan) for name, t in like.items()}
+    for at, found in zip(places.at, ranks, strict=True):
+        for name, place in places.places.items():
+            for local, target in place.pieces(at, places.sizes) if place.counts(at) else ():
+                whole[name][target] = found[name][local]
+    return whole
+
+
 def differences(cases):
     """The largest relative difference of a gradient, and that of the loss, for each (model, layout, micro-batches)."""
     found = {}
@@ -93,7 +105,7 @@ def differences(cases):
             if (group := mesh.group(*laid.places.places[path].sums)) is not None:
                 dist.all_reduce(sums[path], group=group)
         loss, gradients = one_rank(name, parts * layout.data_ranks)
-        whole = laid.places.whole(sums)
+        whole = assembled(laid.places, sums, gradients)
         far = max(float((whole[n] - g).norm() / g.norm()) for n, g in gradients.items())
         found[text] = far, abs(float(total) / loss - 1)
     return found

@@ -7,12 +7,10 @@ checkpoint has the place of every piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from whorl.parallel.tensor_parallel import FIRST, Shard
@@ -108,40 +106,9 @@ class ParameterLayout:
         """Return whether this rank's part of a parameter is counted."""
         return self.places[name].counts(self.at[self.rank])
 
-    def plan(self, names: Iterable[str], sender: int) -> list[tuple[str, Slices, Slices]]:
-        """Return the pieces of the counted parts of a rank, as (name, place in its tensor, place in the whole)."""
-        at = self.at[sender]
-        return [
-            (n, *p) for n in names if self.places[n].counts(at) for p in self.places[n].pieces(at, self.sizes)
-        ]
-
-    def whole(self, parts: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-        """Return the whole tensors of all parameters on every rank of the world. parts: this rank's tensors."""
-        plans = [self.plan(self.places, rank) for rank in range(len(self.at))]
-        sizes = [sum(_numel(piece) for *_, piece in plan) for plan in plans]
-        like = next(iter(parts.values()))
-        flat = like.new_zeros(max(sizes))
-        own = [parts[name][local].reshape(-1) for name, local, _ in plans[self.rank]]
-        if own:
-            flat[: sizes[self.rank]] = torch.cat(own)
-        received = like.new_empty(len(plans) * len(flat))
-        dist.all_gather_single(received, flat, group=group)
-        found = {name: like.new_zeros(place.shape) for name, place in self.places.items()}
-        for plan, values in zip(plans, received.view(len(plans), -1), strict=True):
-            start = 0
-            for name, _, piece in plan:
-                target = found[name][piece]
-                target.copy_(values[start : start + target.numel()].view(target.shape))
-                start += target.numel()
-        return found
-
     def take(self, name: str, whole: Tensor, like: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor; padding is zero. like: the part's shape."""
         part = torch.zeros_like(like)
         for local, piece in self.places[name].pieces(self.at[self.rank], self.sizes):
             part[local] = whole[piece]
         return part
-
-
-def _numel(piece: Slices) -> int:
-    return prod(s.stop - s.start for s in piece)
