@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from whorl.parallel.explained.ddp import DDP
 from whorl.parallel.explained.fsdp import FSDP
 from whorl.parallel.explained.sharded_optimizer import ShardedOptimizer
 from whorl.parallel.ranks import run_ranks
@@ -155,7 +156,21 @@ def optimizer_case(tied: bool) -> None:
         sharded.add_param_group({"params": [next(model.parameters())]})
 
 
+def sparse_case() -> None:
+    ids = torch.tensor([1, 2, 2, 4])
+    one = nn.Embedding(5, 3, _weight=torch.ones(5, 3))
+    one(ids).square().mean().backward()
+    for wrap in (DDP, FSDP):
+        model = wrap(nn.Embedding(5, 3, _weight=torch.ones(5, 3), sparse=True))
+        model(ids.chunk(2)[dist.get_rank()]).square().mean().backward()
+        model.finish_gradient_synchronization()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        whole = model.gather_full_params()["weight"] if isinstance(model, FSDP) else model.module.weight
+        torch.testing.assert_close(whole, one.weight - one.weight.grad)
+
+
 def all_cases() -> None:
+    sparse_case()
     for tied in (False, True):
         fsdp_case(tied, recompute=tied)
         optimizer_case(tied)

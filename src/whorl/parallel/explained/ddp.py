@@ -24,7 +24,7 @@ from whorl.errors import ConfigError
 class DDP(nn.Module):
     """`module` with rank 0's parameters and buffers, whose gradients are means over the default group's ranks.
 
-    Tied parameters are sent once, and frozen ones (as of now) not at all.
+    Tied parameters are sent once, and frozen ones (as of now) not at all. Sparse gradients become dense.
 
     Args:
         bucket_mb: size of a bucket in 10^6 bytes. 0: a bucket for each parameter; None: one bucket.
@@ -66,7 +66,7 @@ class DDP(nn.Module):
 
     def _send(self) -> None:
         bucket = self.buckets[len(self._sent)]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in bucket]
         used = grads[0].new_tensor([p.grad is not None for p in bucket])
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), used])
         self._sent.append((flat, dist.all_reduce(flat, async_op=True)))

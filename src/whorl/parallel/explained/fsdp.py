@@ -100,7 +100,7 @@ class _Unit:
         """Send each rank its part of the gradients. An all-to-all, added up later, costs what a ring does."""
         pairs = [(s, f) for s, f in zip(self.shards, self.full, strict=True) if f.grad is not None]
         if pairs:
-            out = torch.cat([self._rows(f.grad).to(s.dtype) for s, f in pairs], 1)  # type: ignore[arg-type]
+            out = torch.cat([self._rows(f.grad.to_dense()).to(s.dtype) for s, f in pairs], 1)  # type: ignore[union-attr]
             rows = torch.empty_like(out)
             work = dist.all_to_all_single(rows, out, async_op=True)
             self.exchanged.append(([s for s, _ in pairs], rows, (work, out)))
