@@ -22,11 +22,11 @@ AuthType=auth/none
 AuthInfo=cred_expire=5
 CredType=cred/none
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n
+SlurmdSpoolDir={folder}/node
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
+SlurmdPidFile={folder}/node.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
+SlurmdLogFile={folder}/node.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -36,7 +36,7 @@ ReturnToService=2
 KillWait=5
 SlurmdParameters=config_overrides
 MpiDefault=none
-NodeName=n0 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs=4
+NodeName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -61,7 +61,7 @@ def private_slurm(folder: Path) -> Iterator[Mapping[str, str]]:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": env}
     daemons = [
         subprocess.Popen(command, **quiet)  # type: ignore[call-overload]
-        for command in (["slurmctld", "-D", "-i"], ["slurmd", "-D", "-N", "n0"])
+        for command in (["slurmctld", "-D", "-i"], ["slurmd", "-D"])
     ]
     try:
         deadline = time.monotonic() + 20

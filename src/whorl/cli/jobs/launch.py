@@ -97,7 +97,10 @@ def launch(
         from whorl.parallel.process_group import use_local_ranks
 
         use_local_ranks(ranks)
-        run.command.invoke(run)
+        try:
+            run.command.invoke(run)
+        finally:
+            use_local_ranks(0)
     else:
         if on == "torchrun":
             from whorl.parallel.launch.elastic import run_elastic as launcher

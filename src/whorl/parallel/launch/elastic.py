@@ -27,6 +27,7 @@ from whorl.parallel.launch.spec import ATTEMPT, LAUNCHER, LaunchSpec, describe, 
 from whorl.parallel.process_group import ReplicaError
 
 STOP_SECONDS = 90  # after SIGTERM, for a checkpoint; then SIGKILL
+SAME_SECONDS = 10  # between the ends of ranks of one cause; a frozen one is killed 30 s after the first
 RENDEZVOUS_SECONDS = 900  # for all nodes to start
 
 
@@ -41,8 +42,7 @@ def run_elastic(spec: LaunchSpec) -> int:
             f"--nodes {spec.nodes} without a rendezvous", expected="--rendezvous HOST:PORT, the same on each node",
             do="give host and a free port of the first node; with `--on slurm` the script does so",
         )  # fmt: skip
-    for name in ("torch.distributed", "torch.elastic"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the messages below replace its own
+    logging.disable(logging.CRITICAL)  # the messages below replace those of the elastic launcher
     os.environ[LAUNCHER] = str(os.getpid())
     endpoint, local = spec.rendezvous or "localhost:0", None if spec.rendezvous else "localhost"
     run_id = spec.name if spec.rendezvous else uuid.uuid4().hex
@@ -66,7 +66,7 @@ def run_elastic(spec: LaunchSpec) -> int:
         ) from error
     if not result.is_failed():
         return 0
-    codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    codes = _codes(result)
     first = next(iter(codes.values()))
     if ends_the_run(first):
         return first
@@ -75,6 +75,13 @@ def run_elastic(spec: LaunchSpec) -> int:
         do="SIGKILL without a cause is the kernel's when memory is full: fewer ranks per node, or smaller batches; "
         "the same command continues",
     )
+
+
+def _codes(result: RunResult) -> dict[int, int]:
+    """Return the exit codes of the ranks that failed, first ones first, without those that had to be killed after them."""
+    failures = result.failures
+    first = next(iter(failures.values())).timestamp
+    return {rank: f.exitcode for rank, f in failures.items() if f.timestamp - first < SAME_SECONDS}
 
 
 class _Agent(LocalElasticAgent):
@@ -92,7 +99,7 @@ class _Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is not WorkerState.FAILED:
             return result
-        codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        codes = _codes(result)
         if ends_the_run(next(iter(codes.values()))):
             self._remaining_restarts = 0
         elif self._remaining_restarts:

@@ -32,9 +32,9 @@ SLURM = """\
 #SBATCH --open-mode=append
 #SBATCH --output={label}-%j.out
 
-# The first node is the rendezvous. Its port follows from the job's number, so that two jobs on one node differ.
+# Several nodes meet at the first. The port follows from the job's number, so that two jobs on one node differ.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --kill-on-bad-exit=1 {command} --rendezvous "$head:$((20000 + SLURM_JOB_ID % 20000))" &
+srun --kill-on-bad-exit=1 {command} &
 step=$!
 # Before the time limit: a checkpoint, then another turn in the queue. After a kill: at most {restarts} more turns.
 trap 'turn=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
@@ -101,7 +101,8 @@ def _fields(spec: LaunchSpec) -> dict[str, object]:
 
 def slurm_script(spec: LaunchSpec) -> str:
     """Return a script for `sbatch`."""
-    return SLURM.format(command=shlex.join(spec.node), **_fields(spec))
+    meeting = ' --rendezvous "$head:$((20000 + SLURM_JOB_ID % 20000))"' if spec.nodes > 1 else ""
+    return SLURM.format(command=shlex.join(spec.node) + meeting, **_fields(spec))
 
 
 def kubernetes_manifest(spec: LaunchSpec) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whorl.errors import CheckpointError, DiskFullError
+from whorl.errors import LOST, CheckpointError, DiskFullError
 from whorl.machine.process import Channel, Child, Descriptor, wait_for
 from whorl.train.checkpoint import writer
 
@@ -163,10 +163,12 @@ class AsyncWriter:
     def _writer_died(self) -> CheckpointError:
         assert self.process is not None
         self.process.wait(5)
-        return CheckpointError(
+        died = CheckpointError(
             f"the checkpoint writer died: {self.process.exit_description()}",
             do="run the same command again: it resumes from the last complete checkpoint",
         )
+        died.exit_code = LOST
+        return died
 
     def close(self, timeout: float) -> bool:
         """Let the writer finish; after `timeout` seconds kill it. Return whether it finished."""
