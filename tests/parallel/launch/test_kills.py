@@ -1,0 +1,48 @@
+"""Training on a real Slurm: a killed rank and two signals with requeue change no bit of the weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from tests.support.cli import run_whorl, succeed, weights
+from tests.support.parallel.kills import MARK, reached_step, roles, wait_for, write_recipe
+from tests.support.parallel.slurm import private_slurm, slurm
+
+from whorl.store import Store
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
+
+
+def test_slurm_requeues_twice_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    words = ("small.toml", "--deterministic")
+    write_recipe(tmp_path, steps=150)
+    succeed(tmp_path, "launch", *words, "--ranks", 2, "--store", "one")
+    store = tmp_path / "two"
+    shutil.copytree(tmp_path / "one", store)
+    shutil.rmtree(Store(store).open("small/pretrain").path)
+    shutil.rmtree(store / "runs")
+    log = tmp_path / "small-1.out"
+    with private_slurm(tmp_path / "slurm") as env:
+        env = {**env, MARK: str(tmp_path)}
+        submitted = run_whorl(
+            "launch", *words, "--store", store, "--on", "slurm", "--ranks", 2, cwd=tmp_path, env=env
+        )
+        assert submitted.stdout == "Submitted batch job 1\n", submitted.stderr
+        wait_for(lambda: reached_step(store) >= 5, log)
+        os.kill(roles(str(tmp_path))["rank 1"].pid, signal.SIGKILL)
+        for _ in range(2):
+            step = reached_step(store) + 10
+            wait_for(lambda: reached_step(store) >= step, log)  # noqa: B023  # of this round
+            slurm(env, "scancel", "--batch", "--signal=USR1", "1")
+            wait_for(lambda: "PENDING" in slurm(env, "squeue", "-h", "-o", "%T"), log)
+            slurm(env, "scontrol", "update", "JobId=1", "StartTime=now")
+        wait_for(lambda: not slurm(env, "squeue", "-h"), log)
+        assert not roles(str(tmp_path))
+    text = log.read_text()
+    assert "rank 1 was killed by SIGKILL; all ranks start again" in text
+    assert text.count("stopped by SIGTERM after step") >= 2 and text.count("continues at step") >= 3
+    assert weights(store, "small/pretrain") == weights(tmp_path / "one", "small/pretrain"), text
