@@ -1,7 +1,8 @@
 """The server: a learner that trains on the records of workers.
 
 A step on the gradient of one of W workers has a W-th of the batch. Its learning rate is that of the whole batch over sqrt(W)
-(the square-root rule of Adam: Malladi et al. 2022, arXiv:2205.10287), as is that of a worker's local steps.
+(the square-root rule of Adam: Malladi et al. 2022, arXiv:2205.10287). Local steps keep the rate: the mean of W workers has
+the noise of the whole batch.
 
 A run ends after a number of batches, or after seconds; the schedule follows the same measure. Evaluation does not count.
 """
@@ -29,18 +30,24 @@ from whorl.train.learner.update import ParamOptim
 
 
 class Nesterov:
-    """Gradient descent with Nesterov's momentum, as `torch.optim.SGD` computes it; `Update.apply`."""
+    """Gradient descent with Nesterov's momentum, as `torch.optim.SGD` computes it; `Update.apply`.
 
-    def __init__(self, lr: float, momentum: float) -> None:
-        self.lr, self.momentum, self.velocity = lr, momentum, torch.zeros(())
+    tables: [P], which numbers are of sparse tables. Their changes are added, since a mean would halve the change of a row
+    that one of two workers has moved. records: whose mean the gradient is.
+    """
+
+    def __init__(self, lr: float, momentum: float, tables: Tensor) -> None:
+        self.lr, self.momentum, self.tables = lr, momentum, tables
+        self.velocity, self.records = torch.zeros(()), 1
 
     @torch.no_grad()
     def __call__(self, parameters: Sequence[Tensor], gradient: Tensor) -> dict[str, float]:
         """Move the parameters by their flat gradient [P]."""
         self.velocity = self.momentum * self.velocity + gradient
-        step = torch.add(gradient, self.velocity, alpha=self.momentum)
+        step = self.lr * (gradient + self.momentum * self.velocity)
+        step = torch.where(self.tables, self.records * gradient, step)
         for p, part in zip(parameters, torch.split(step, [p.numel() for p in parameters]), strict=True):
-            p.sub_(part.view_as(p), alpha=self.lr)
+            p.sub_(part.view_as(p))
         return {}
 
 
@@ -73,8 +80,11 @@ class Server:
         own = replace(update, objective=objective, param_optims=optims)
         if whole:
             optims = dict.fromkeys(optims, ParamOptim("adamw", 1.0))
-            outer = Nesterov(self.method.outer_lr, self.method.momentum)
-            own = replace(own, param_optims=optims, clip_norm=math.inf, apply=outer)
+            is_table = [
+                torch.full((named[n].numel(),), n in update.names_for("sparse_adagrad")) for n in optims
+            ]
+            self.outer = Nesterov(self.method.outer_lr, self.method.momentum, torch.cat(is_table))
+            own = replace(own, param_optims=optims, clip_norm=math.inf, apply=self.outer)
         rows, stateless = max_rows * self.n, optims if whole else ()
         shared = SharedState.allocate(self.network, optims, 1, rows, stateless=stateless)
         for name in self.tables:  # a worker reads rows where the server writes them
@@ -96,6 +106,8 @@ class Server:
         """Return the records of a step."""
         self.began = self.began or time.perf_counter() - max(float(slot.data.seconds) for slot in slots)
         self.arrived, self.steps = len(slots), self.steps + 1
+        if self.method.sends_changes:
+            self.outer.records = len(slots)
         self.tokens += sum(slot.length for slot in slots)
         self.moved += rows_moved(slots) if self.unlocked else 0
         return [[slot.tensors() for slot in slots]]

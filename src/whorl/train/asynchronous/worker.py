@@ -125,7 +125,7 @@ class Worker:
         for i in range(self.steps):
             for micro_batch in next(self.batches):
                 update.accumulate(update.objective(micro_batch))
-            metrics = update.step(self.workers**-0.5 * self._lr_scale(i))  # see `server.py`
+            metrics = update.step(self._lr_scale(i))
             loss, count = loss + metrics["loss"] * metrics["loss_tokens"], count + metrics["loss_tokens"]
         torch.sub(before, torch.cat([p.data.flatten() for p in self.dense]), out=record["dense"])
         return loss, count
