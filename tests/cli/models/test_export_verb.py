@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.support.cli import refuse, succeed
 from tests.support.tiny import make_decoder, make_transformer
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from whorl.cli.models.export import write_hf_folder
 from whorl.engine.config import EngineConfig
@@ -81,6 +83,19 @@ def test_gguf_types_and_wrong_options(home: Path) -> None:
     assert "expected: --dtype float32" in refuse(home, "export", "llama", "x", "--type", "q8_0")
     assert "'q4'" in refuse(home, "export", "llama", "x", "--to", "gguf", "--type", "q4")
     assert "embedding_norm is True, not False" in refuse(home, "export", "own", "x", "--to", "gguf")
+
+
+def test_dcp_folder_is_read_by_torch_and_by_import(home: Path) -> None:
+    succeed(home, "export", "llama", "shards", "--to", "dcp")
+    succeed(home, "export", "llama", "plain", "--to", "hf")
+    assert not list((home / "shards").glob("*.safetensors*"))
+    expected = load_file(home / "plain" / "model.safetensors")
+    found = {name: torch.zeros_like(t) for name, t in expected.items()}
+    load(found, checkpoint_id=home / "shards", no_dist=True)
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    succeed(home, "import", "shards")
+    made = succeed(home, "show", "imported/shards", "--json").stdout
+    assert json.loads(made)["kind"] == "model"
 
 
 def test_export_merges_the_adapter_of_a_stage(tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            metavar="hf|gguf|FAMILY",
-            help="hf: the first matching family of transformers; gguf: one file for llama.cpp; or the name of a "
+            metavar="hf|gguf|dcp|FAMILY",
+            help="hf: the first matching family of transformers; gguf: one file for llama.cpp; dcp: as hf, with "
+            "weights as a checkpoint of torch.distributed. Or the name of a "
             "family, e.g. llama, qwen3, mixtral, clip.",
         ),
     ] = "hf",
@@ -59,7 +60,7 @@ def export(
     from whorl.errors import ConfigError, one_of
     from whorl.models.exchange import FAMILIES, VISION_FAMILIES
 
-    known = ["hf", "gguf", *FAMILIES, *VISION_FAMILIES]
+    known = ["hf", "gguf", "dcp", *FAMILIES, *VISION_FAMILIES]
     if to not in known:
         raise ConfigError(f"--to {to}", expected=one_of(to, known))
     if to == "gguf" and dtype is not None:
@@ -78,7 +79,9 @@ def export(
         _write_gguf(found, target, type)
         print(f"gguf: {target}")
     else:
-        print(f"{write_hf_folder(found, target, to, dtype)}: {target}")
+        print(f"{write_hf_folder(found, target, 'hf' if to == 'dcp' else to, dtype)}: {target}")
+        if to == "dcp":
+            _convert_to_dcp(target)
 
 
 def write_hf_folder(found: Artifact, target: Path, to: str = "hf", dtype: str | None = None) -> str:
@@ -114,6 +117,17 @@ def write_hf_folder(found: Artifact, target: Path, to: str = "hf", dtype: str | 
     export_model(model, target, family, dtype=weights, source=found.path)
     complete_exported_folder(target)
     return family
+
+
+def _convert_to_dcp(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    from whorl.models.exchange.dcp import write_dcp
+
+    files = sorted(folder.glob("model*.safetensors*"))
+    write_dcp({n: t for f in files if f.suffix == ".safetensors" for n, t in load_file(f).items()}, folder)
+    for file in files:
+        file.unlink()
 
 
 def _load(folder: Path) -> LanguageModel:

@@ -1,9 +1,10 @@
 """Weight files in the layout of Hugging Face: one `model.safetensors`, or shards with an index.
 
 A folder holds either `model.safetensors`, or `model-00001-of-0000N.safetensors` ... and `model.safetensors.index.json`,
-whose `weight_map` gives the shard of each tensor. `Shards` reads both, a tensor at a time, so a model larger than half of
-the memory can be read. Before the first weight is used, it checks three things. Every file opens and is complete (a
-safetensors header states the file's length). The index and the shards name the same tensors. No shard is outside the folder.
+whose `weight_map` gives the shard of each tensor; or the files of torch's DCP. `Shards` reads them, safetensors a tensor at
+a time, so a model larger than half of the memory can be read. Before the first weight is used, it checks three things. Every
+file opens and is complete (a safetensors header states the file's length). The index and the shards name the same tensors.
+No shard is outside the folder.
 
 `write_shards` writes them. The number of shards is part of each name, so sizes are planned from shapes first, then each
 shard is filled, written and freed. Everything is written to a temporary folder and renamed at the end.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from torch import Tensor
 from whorl.errors import CheckpointError, ConfigError
 from whorl.store.files import load_json, require_regular
 
-SINGLE = "model.safetensors"
+SINGLE, METADATA = "model.safetensors", ".metadata"  # the latter of torch's DCP format
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 1000**3
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -78,6 +80,13 @@ class Shards:
         self._open: dict[Path, Any] = {}
         if (folder / SINGLE).is_file():
             self._add(folder / SINGLE)
+            return
+        if (folder / METADATA).is_file():  # read whole, and kept as a file
+            from whorl.models.exchange.dcp import read_dcp
+
+            self._converted = tempfile.TemporaryDirectory(prefix="whorl-dcp-")
+            save_file(read_dcp(folder), Path(self._converted.name) / SINGLE)
+            self._add(Path(self._converted.name) / SINGLE)
             return
         if not (folder / INDEX).is_file():
             pickled = sorted(p.name for p in folder.glob("pytorch_model*.bin"))
