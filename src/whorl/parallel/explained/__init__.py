@@ -1,1 +1,1 @@
-"""Collectives and layouts, each on one page, on any `torch.nn.Module`. The trainer uses torch's own; these explain them."""
+"""Collectives and layouts, each on one page, on any `torch.nn.Module`. They explain; the trainer does not use them."""
