@@ -140,7 +140,7 @@ class ProcessGroup:
     def _dead_replica_error(self, rank: int) -> ReplicaError:
         """Return an error for a dead peer, with its exit code if this process started it."""
         code = self.children[rank - 1].wait(2) if self.children else None
-        how = "killed, or out of memory" if code is None else describe_exit(code)
+        how = "killed, as the kernel does when memory is full" if code is None else describe_exit(code)
         dead = ReplicaError(
             f"training replica {rank} died without an error message ({how})",
             do="run the same command again: it resumes from the last checkpoint",

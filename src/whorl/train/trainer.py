@@ -89,6 +89,7 @@ class Trainer(Generic[R]):
             explained = self.task.explain(error)
             if explained is None:
                 raise
+            explained.exit_code = getattr(error, "exit_code", explained.exit_code)  # a lost rank stays one
             raise explained from error
         finally:
             torch.set_num_threads(threads)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from whorl.errors import LOST
 from whorl.parallel import distributed, process_group
-from whorl.parallel.process_group import ReplicaError, spawn_replicas
+from whorl.parallel.process_group import ProcessGroup, ReplicaError, spawn_replicas
 from whorl.parallel.ranks import run_ranks
+from whorl.train.resilience.oom_advice import is_out_of_memory
 
 
 def freeze_or_raise(group: Any, how: str, file: Path) -> None:
@@ -55,6 +56,11 @@ def test_an_exception_of_a_rank_is_final(tmp_path: Path) -> None:
     run_ranks(2, on_world, "raise", tmp_path / "error")
     text = (tmp_path / "error").read_text()
     assert text.startswith("1 training replica 1 failed:") and "planted" in text
+
+
+def test_a_dead_rank_is_lost_and_no_lack_of_memory() -> None:
+    error = ProcessGroup(0, 2)._dead_replica_error(1)
+    assert error.exit_code == LOST and not is_out_of_memory(error)
 
 
 def test_a_frozen_rank_is_named_and_lost(tmp_path: Path) -> None:
