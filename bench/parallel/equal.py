@@ -4,9 +4,9 @@
     python bench/parallel/equal.py --layouts tp=2 # some of them
 
 Distance: the largest relative difference, over all parameters, of what training changed: |(a - b)| / |b - start|, where b is
-one rank. The control is one rank with other micro-batches, the farther of two; a layout may be 3 x as far. Losses and norms
-count, too. A pipeline must have the bits of one rank with the same micro-batches. A fault is caught where the
-distance exceeds the bar.
+one rank. The control is one rank with other micro-batches, the farthest of three; a layout may be 3 x as far. Losses and
+norms count, too. A pipeline must have the bits of one rank with the same micro-batches. A fault is caught where the distance
+exceeds the bar.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from whorl.train.lm.build import allocate_shared, build_learner, build_model
 
 VOCABULARY, LENGTH, ROWS = 259, 32, 16  # no degree divides 259
 BAR = 3.0
-CONTROLS = (2, 8)  # rows of a micro-batch on one rank; layouts have 4, pipelines 1
+CONTROLS = (2, 8, 16)  # rows of a micro-batch on one rank; layouts have 4, pipelines 1
 PRELOAD = ("whorl.parallel.layout", "whorl.train.lm.build", "whorl.parallel.distributed")
 MODELS = {
     "llama": {"mlp": "swiglu"},
