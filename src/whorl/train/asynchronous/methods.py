@@ -35,5 +35,5 @@ METHODS = {
         "workers move the tables without a lock, the rest is synchronous", unlocked=True
     ),
     "local_sgd": AsynchronousMethod(f"{_LOCAL} the mean of the weights", local_steps=16),
-    "diloco": AsynchronousMethod(f"{_LOCAL} a Nesterov step on the mean change", 0, 16, False, 0.7, 0.9),
+    "diloco": AsynchronousMethod(f"{_LOCAL} a Nesterov step on the mean change", 0, 16, False, 1.0, 0.5),
 }
