@@ -28,6 +28,7 @@ def fail_on(rank: int, how: str) -> None:
 def test_results_come_in_rank_order():
     assert run_ranks(3, total, 2.0) == [12.0] * 3
     assert run_ranks(2, dist.get_rank) == [0, 1]
+    assert [t.tolist() for t in run_ranks(2, torch.ones, 3)] == [[1.0] * 3] * 2
 
 
 @pytest.mark.parametrize(("how", "message"), [("raise", "planted"), ("die", "rank 1.*exit code 3")])

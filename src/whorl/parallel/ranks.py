@@ -8,6 +8,7 @@ The default process group is ready when the function starts. Each rank is a new 
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -69,7 +70,7 @@ def _collect(children: list[Child], deadline: float) -> list[Any]:
         for channel in ready:
             rank = waiting[channel]
             try:
-                ok, value = channel.recv()
+                ok, value = pickle.loads(channel.recv_bytes())
             except (EOFError, OSError):
                 children[rank].wait(2)
                 raise ReplicaError(f"{children[rank].exit_description()} without a result") from None
@@ -81,7 +82,7 @@ def _collect(children: list[Child], deadline: float) -> list[Any]:
             for channel, rank in waiting.items():
                 if channel not in ready and channel.poll(0.1):
                     with suppress(EOFError, OSError):
-                        ok, value = channel.recv()
+                        ok, value = pickle.loads(channel.recv_bytes())
                         failed |= {} if ok else {rank: value}
             raise ReplicaError("\n".join(f"rank {rank} failed:\n{text}" for rank, text in failed.items()))
     return [results[rank] for rank in range(len(children))]
@@ -106,6 +107,8 @@ def run_rank(
         result = (True, function(*args))
     except Exception:
         result = (False, traceback.format_exc())
-    channel.send(result)
+    channel.send_bytes(
+        pickle.dumps(result)
+    )  # `send` would share the memory of tensors, which ends with this process
     if dist.is_initialized():
         dist.destroy_process_group()
