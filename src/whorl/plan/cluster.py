@@ -65,13 +65,13 @@ class ClusterSpec(BaseModel):
             ) from error
 
     @classmethod
-    def of_machine(cls, machine: Machine, ranks: int) -> ClusterSpec:
-        """Return this machine as one node of `ranks` devices that share its cores and memory."""
+    def of_machine(cls, machine: Machine, ranks: int, mfu: float = 0.4) -> ClusterSpec:
+        """Return this machine as one node of `ranks` devices that share its cores and memory. mfu: of a training step."""
         busy = max(1.0, ranks / machine.cores) if machine.device == "cpu" else 1.0
         link = Link(latency=1e-4, bandwidth=machine.memory_bandwidth / 8)  # gloo: several copies, in blocks
         return cls(
             devices_per_node=ranks,
-            flops=0.4 * machine.peak_flops / (machine.threads if machine.device == "cpu" else 1) / busy,
+            flops=mfu * machine.peak_flops / (machine.threads if machine.device == "cpu" else 1) / busy,
             memory_bytes=machine.ram_bytes / ranks,
             node=link,
         )

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from pathlib import Path
+from typing import Any
 
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import probe
@@ -33,6 +35,7 @@ from whorl.train.lm.objective import param_optims
 from whorl.train.lm.precision import activation_dtype
 from whorl.train.optim.optimizer import get_optimizer
 
+SHOWN = 5  # of the choice
 ZERO_BUBBLE = {"zero_bubble": 3, "zbv": 3, "interleaved": 2}  # by how much the bubble is shorter
 
 
@@ -90,16 +93,50 @@ def choose_layout(job: Job, cluster: ClusterSpec, ranks: int) -> list[LayoutCost
 def with_layout(job: Job, text: str, log: Callable[[str], None]) -> Job:
     """Return the job under a layout, in which its replicas are the ranks that read different rows.
 
-    text: of `Layout.parse`, or "auto" for the fastest that is predicted for this machine and the launcher's ranks.
+    text: of `Layout.parse`; or "auto", the fastest that is predicted for the launcher's ranks on this machine; or
+        "auto:FILE", on the cluster of a TOML file.
 
     Raises:
-        ConfigError: as `Layout.parse` and `choose_layout`.
+        ConfigError: as `Layout.parse`, `choose_layout` and `ClusterSpec.read`.
     """
-    if text == "auto":
-        best = choose_layout(job, ClusterSpec.of_machine(probe(), world_size()), world_size())[0]
-        text = best.name
-        log(f"layout {text}: {best.why}")
+    auto, _, file = text.partition(":")
+    if auto == "auto":
+        ranks = world_size()
+        cluster = ClusterSpec.read(Path(file)) if file else ClusterSpec.of_machine(probe(), ranks)
+        found = choose_layout(job, cluster, ranks)
+        fits = [cost for cost in found if not cost.refused]
+        log(f"layouts of {ranks} ranks: {len(fits)} of {len(found)} fit; the fastest are")
+        for cost in fits[:SHOWN]:
+            log(f"  {cost.name}: {cost.seconds:.3g} s, {cost.memory_bytes / 1e9:.2f} GB per rank; {cost.why}")
+        text = fits[0].name
     return job.model_copy(update={"layout": text, "replicas": Layout.parse(text).data_ranks})
+
+
+def predicted_step(job: Job, mfu: float) -> dict[str, Any]:
+    """Return the prediction of a job's step under its layout on this machine, for `report.training.parallel_blocks`.
+
+    mfu: of a step on one rank.
+    """
+    layout = Layout.parse(job.layout or "")
+    with meta_device():
+        model = make_model(job.model, dtype=activation_dtype(job.dtype))
+    cost = layout_cost(job, model, ClusterSpec.of_machine(probe(), layout.ranks, mfu), layout)
+    shape = StepShape(
+        model, layout, rows=job.batch_size, length=job.seq_len, micro_batches=micro_batches(job, layout)
+    )
+    holds = []
+    for at in map(layout.at, range(layout.ranks)):
+        own = sum(
+            prod(s) // (1 if n.startswith("memory.") else layout.fsdp) for n, s in shape.held(at).items()
+        )
+        blocks = ", ".join(map(str, shape.blocks(at["pp"])))
+        holds.append([blocks, f"{job.batch_size // layout.data_ranks:,}", f"{own:,}"])
+    sent = [*shape.traffic(0).items(), *shape.update_traffic(0, _matrix_rules(job, model)).items()]
+    totals = dict[str, tuple[int, float]]()
+    for (axes, operation), total in sent:
+        calls, bytes_sent = totals.get(f"{axes} {operation}", (0, 0.0))
+        totals[f"{axes} {operation}"] = calls + total.calls, bytes_sent + total.sent
+    return {"holds": holds, "seconds": cost.seconds, "totals": totals}
 
 
 def layouts(ranks: int, n_experts: int) -> Iterator[Layout]:
@@ -164,13 +201,18 @@ def _memory(job: Job, shape: StepShape, pp: int) -> float:
     return 4.0 * (split + gradients + moments + tables) + in_flight * kept
 
 
+def _matrix_rules(job: Job, model: Transformer) -> dict[str, str]:
+    """Return the optimizers of matrices that are updated whole, by parameter."""
+    rules = {name: rule.optimizer for name, rule in param_optims(model, job.optim).items()}
+    return {name: rule for name, rule in rules.items() if rule not in ("adamw", "sparse_adagrad")}
+
+
 def _seconds(job: Job, shape: StepShape, cluster: ClusterSpec) -> dict[str, float]:
     layout, model, m = shape.layout, shape.model, shape.micro_batches
     tokens = shape.rows * shape.length / (layout.cp * layout.tp)
     head = 6.0 * model.head_weight.numel()
     block = (model.flops_per_token(shape.length) - head) / len(model.blocks)
-    rules = param_optims(model, job.optim)
-    wholes = {n for n, rule in rules.items() if rule.optimizer not in ("adamw", "sparse_adagrad")}
+    rules = _matrix_rules(job, model)
     sizes = dict(zip(AXES, layout.shape, strict=True)) | {"world": layout.ranks, "ends": 2}
     strides = {axis: prod(layout.shape[AXES.index(axis) + 1 :]) for axis in AXES} | {"world": 1, "ends": 1}
     slowest, messages = 0.0, dict[str, float]()
@@ -193,9 +235,9 @@ def _seconds(job: Job, shape: StepShape, cluster: ClusterSpec) -> dict[str, floa
     parts = {"compute": m * longest, **{axis: s for axis, s in messages.items() if s}}
     inside = longest + sum(messages[axis] for axis in ("tp", "cp", "ep")) / m
     parts["bubble"] = (layout.pp - 1) * inside / ZERO_BUBBLE.get(layout.schedule, 1)
-    gradients = shape.update_traffic(0, wholes).items()
+    gradients = shape.update_traffic(0, rules).items()
     parts["gradients"] = sum(seconds(*key, total) for key, total in gradients)
-    update = sum(get_optimizer(rules[n].optimizer).cost(tuple(shape.places[n].shape)) for n in wholes)
+    update = sum(get_optimizer(rule).cost(tuple(shape.places[n].shape)) for n, rule in rules.items())
     every = job.optim.muon_every if job.optim.optimizer == "muon" else 1
     parts["update"] = update / every / cluster.flops / layout.ranks
     return parts

@@ -36,8 +36,9 @@ def launch(
     layout: Annotated[
         str | None,
         typer.Option(
-            metavar="dp=2,tp=2|auto",
-            help="How the ranks of torch.distributed share a pretraining step: degrees of dp, fsdp, tp, pp, cp, ep.",
+            metavar="dp=2,tp=2|auto|auto:FILE",
+            help="How the ranks of torch.distributed share a pretraining step: degrees of dp, fsdp, tp, pp, cp, ep; or the "
+            "fastest of all, predicted for this machine or for a cluster in a TOML file.",
         ),
     ] = None,
     restarts: Annotated[
@@ -121,7 +122,7 @@ def _layout_words(run: Any, text: str, ranks: int) -> list[str]:
     steps = [name for name, step in run.obj.steps.items() if "layout" in type(step.config).model_fields]
     if not steps:
         raise ConfigError(f"--layout {text}", expected="a recipe with a step of the kind pretrain")
-    if text != "auto":
+    if text.partition(":")[0] != "auto":
         Layout.parse(text).check_ranks(ranks)
     return [word for name in steps for word in ("--set", f"{name}.layout={text}")]
 

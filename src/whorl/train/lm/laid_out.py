@@ -7,20 +7,24 @@ loss or experts; the other ranks add zeros.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError
+from whorl.files import write_atomic
 from whorl.models import LanguageModel
 from whorl.models.parallel_parts import check_layout, tensor_shards
 from whorl.nn.compiler import compiled
 from whorl.nn.experts import MixtureOfExperts, MoERouter
 from whorl.objectives.next_token import Loss
-from whorl.parallel.layout import LaidOut, Layout, Mesh, apply_layout
+from whorl.parallel.layout import AXES, LaidOut, Layout, Mesh, apply_layout
 from whorl.parallel.process_group import ProcessGroup, world_size
+from whorl.parallel.traffic import Traffic
 from whorl.train.job import Job
 from whorl.train.learner.update import MicroBatch
 from whorl.train.lm.objective import LMObjective
@@ -126,3 +130,30 @@ def whole_pass(found: list[MicroBatch], job: Job) -> list[MicroBatch]:
     if Layout.parse(job.layout or "").pp == 1 or job.micro_batch_size is not None:
         return found
     return [{name: t[i : i + 1] for name, t in found[0].items()} for i in range(len(found[0]["tokens"]))]
+
+
+PARALLEL_FILE = "parallel.json"  # the traced step; the recipe step keeps it for the report
+PARTS = 24  # of its timeline
+
+
+def start_trace(laid: LaidOut) -> Traffic:
+    """Count this rank's collectives from here on, by axis."""
+    mesh, axes = laid.mesh, dict[str, str]()
+    sizes = dict(zip(AXES, mesh.layout.shape, strict=True))
+    for group in [place.sums for place in laid.places.places.values()] + [(axis,) for axis in AXES]:
+        if (ranks := mesh.group(*group)) is not None:
+            axes[ranks.group_name] = "+".join(axis for axis in AXES if axis in group and sizes[axis] > 1)
+    return Traffic(axes).__enter__()
+
+
+def save_trace(traffic: Traffic, laid: LaidOut, group: Any, folder: Path) -> None:
+    """End the counting on every rank; rank 0 writes the step's `parallel.json` (`report.training.parallel_blocks`)."""
+    traffic.__exit__(None, None, None)
+    place = ", ".join(
+        f"{axis} {n}" for axis, n in laid.mesh.at.items() if n or getattr(laid.mesh.layout, axis) > 1
+    )
+    ranks = group.all_gather_objects({"place": place, "timeline": traffic.timeline(PARTS)})
+    if group.rank == 0:
+        totals = {" ".join(key): (total.calls, total.sent) for key, total in traffic.totals().items()}
+        text = json.dumps({"ranks": ranks, "seconds": traffic.seconds, "totals": totals})
+        write_atomic(folder / PARALLEL_FILE, text.encode())

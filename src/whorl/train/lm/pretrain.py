@@ -17,6 +17,7 @@ from torch import Tensor
 
 from whorl.errors import BudgetError
 from whorl.models import LanguageModel, load_model
+from whorl.parallel.traffic import Traffic
 from whorl.tokens.loader import TokenProducer
 from whorl.tokens.stream import StreamBatches
 from whorl.train.checkpoint.format import Checkpoint
@@ -27,7 +28,7 @@ from whorl.train.learner.loop import Stopwatch
 from whorl.train.lm.batches import Batch, job_batches, micro_batches
 from whorl.train.lm.build import allocate_shared, build_learner, build_model
 from whorl.train.lm.decay_branches import load_branch
-from whorl.train.lm.laid_out import ranks_of, readers_of, whole_pass
+from whorl.train.lm.laid_out import ranks_of, readers_of, save_trace, start_trace, whole_pass
 from whorl.train.lm.precision import activation_dtype
 from whorl.train.metrics.layer_stats import LayerStats
 from whorl.train.metrics.meter import Meter
@@ -37,6 +38,8 @@ from whorl.train.resilience.deadline import Deadline
 from whorl.train.resilience.oom_advice import OutOfMemoryError, suggest
 from whorl.train.resilience.provenance import documents_in_batch
 from whorl.train.trainer import RunOptions, Task, TrainCallback, Trainer
+
+TRACED_ROUND = 3  # of a run under a layout: the first ones compile and connect
 
 
 def pretrain(
@@ -106,6 +109,7 @@ class PretrainTask(Task[Batch]):
         self.deadline = Deadline(job.steps, job.seconds)
         if job.layout is not None:
             self.interruptible = ()  # the other ranks may wait for tensors of this one
+        self.trace: Traffic | None = None
         self.stream_state: dict[str, Any] | None = None  # position of the next batch in raw text
 
     @cached_property
@@ -164,6 +168,8 @@ class PretrainTask(Task[Batch]):
         return cast("AbstractContextManager[Iterator[Batch]]", self.records)
 
     def minibatches(self, record: Batch) -> list[list[Any]]:
+        if self.learner.laid is not None and self.learner.rounds == TRACED_ROUND:
+            self.trace = start_trace(self.learner.laid)
         found = micro_batches(record, self.job, self.learner.rounds, self.readers.rank)
         return [found] if self.job.layout is None else [[whole_pass(found, self.job)]]
 
@@ -175,6 +181,9 @@ class PretrainTask(Task[Batch]):
         return row_shape(self.job, self.deadline.planned(step))
 
     def report(self, steps_done: int, metrics: dict[str, float], clock: Stopwatch) -> dict[str, float] | None:
+        if self.trace is not None and self.trainer.options.scratch is not None:
+            save_trace(self.trace, self.learner.laid, self.trainer.group, self.trainer.options.scratch)
+            self.trace = None
         self.meter.add(metrics, clock.pop_seconds())
         self._follow_clock(steps_done)
         is_due = steps_done % max(1, self.steps // 500) == 0 or steps_done == self.trainer.last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -96,7 +97,10 @@ def _with_file_hashes(config: PretrainConfig, store: Store) -> PretrainConfig:
 )
 def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     """Train the planned model."""
+    from whorl.plan.layout_cost import predicted_step
+    from whorl.report.training import parallel_blocks
     from whorl.train.lm import decay_branches as branches
+    from whorl.train.lm.laid_out import PARALLEL_FILE
 
     job = build_job(ctx, config)
     points = {share: branches.branch_step(job, share) for share in config.decay_branches}
@@ -108,6 +112,10 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     )
     if points:
         ctx.summary["branches"] = branches.export_branches(ctx.scratch, ctx.out, points, ctx.progress.log)
+    if job.layout is not None and (trace := ctx.scratch / PARALLEL_FILE).exists():
+        expected = ctx.parents["plan"].summary["expected"]
+        predicted = predicted_step(job, expected.get("mfu", 0.4))
+        ctx.report.blocks += parallel_blocks(json.loads(trace.read_text()), predicted)
 
 
 def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
