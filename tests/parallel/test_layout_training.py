@@ -1,5 +1,6 @@
 """Training under a layout: norm, Muon, AdamW, tables and experts; faults are caught; another layout continues a run."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,11 @@ def test_another_layout_continues_a_run_as_one_rank_would(tmp_path: Path):
     found, _ = run_ranks(2, drive, train_in_turn, tmp_path, preload=PRELOAD)
     for name, expected in train(tmp_path, None, "one", None).items():
         np.testing.assert_allclose(found[name], expected, atol=2e-6, err_msg=name)
+    traced = json.loads((tmp_path / "ranks" / "parallel.json").read_text())  # of the fourth step
+    assert [rank["place"] for rank in traced["ranks"]] == ["fsdp 0", "fsdp 1"]
+    assert all(len(rank["timeline"]) == 24 for rank in traced["ranks"]) and traced["seconds"] > 0
+    # Two blocks twice, the rest once; ids and gradients of two tables.
+    assert traced["totals"]["fsdp all_gather"][0] == 5 + 4
 
 
 def test_a_layout_without_ranks_names_the_command(tmp_path: Path):

@@ -156,4 +156,5 @@ def save_trace(traffic: Traffic, laid: LaidOut, group: Any, folder: Path) -> Non
     if group.rank == 0:
         totals = {" ".join(key): (total.calls, total.sent) for key, total in traffic.totals().items()}
         text = json.dumps({"ranks": ranks, "seconds": traffic.seconds, "totals": totals})
-        write_atomic(folder / PARALLEL_FILE, text.encode())
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / PARALLEL_FILE, text)
