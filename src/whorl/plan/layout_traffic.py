@@ -158,13 +158,7 @@ class StepShape:
                 holders = layout.ranks / layout.pp / (1 if place.expert is None else layout.ep)
                 moved += 4 * place.shape.numel() * (1 + holders / parts) / layout.ranks
             share = sent_share("all_to_all", layout.ranks)
-            everyone = [
-                axes
-                for axes, _ in entries
-                if axes and prod(sizes[a] for a in axes.split("+")) == layout.ranks
-            ]
-            everyone += [axis for axis in AXES if sizes[axis] == layout.ranks]
-            found[(everyone or ["world"])[-1], "all_to_all"] = Total(2, round(moved), moved * share)
+            found["world", "all_to_all"] = Total(2, round(moved), moved * share)
         return found
 
     def _add_block(self, add: Add, number: int, tokens: int, e: int) -> None:
