@@ -13,7 +13,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,13 @@ def _collect(children: list[Child], deadline: float) -> list[Any]:
     failed: dict[int, str] = {}
     while len(results) < len(children):
         waiting = {child.channel: rank for rank, child in enumerate(children) if rank not in results}
-        ready = wait_for(list(waiting), max(0.0, deadline - time.monotonic()), children)
+        # After a failure for a moment: a rank that loses its peer may say so before the peer does.
+        seconds = deadline - time.monotonic() if not failed else 0.2
+        ready = wait_for(
+            [c for c, rank in waiting.items() if rank not in failed], max(0.0, seconds), children
+        )
+        if not ready and failed:
+            raise ReplicaError("\n".join(failed.values()))
         if not ready:
             raise ReplicaError(f"ranks {sorted(waiting.values())} did not end in time")
         for channel in ready:
@@ -73,18 +78,11 @@ def _collect(children: list[Child], deadline: float) -> list[Any]:
                 ok, value = pickle.loads(channel.recv_bytes())
             except (EOFError, OSError):
                 children[rank].wait(2)
-                raise ReplicaError(f"{children[rank].exit_description()} without a result") from None
+                ok, value = False, f"{children[rank].exit_description()} without a result"
             if ok:
                 results[rank] = value
             else:
-                failed[rank] = value
-        if failed:  # of one and the same cause: a rank that loses its peer fails after it
-            for channel, rank in waiting.items():
-                if channel not in ready and channel.poll(0.1):
-                    with suppress(EOFError, OSError):
-                        ok, value = pickle.loads(channel.recv_bytes())
-                        failed |= {} if ok else {rank: value}
-            raise ReplicaError("\n".join(f"rank {rank} failed:\n{text}" for rank, text in failed.items()))
+                failed[rank] = f"rank {rank} failed:\n{value}"
     return [results[rank] for rank in range(len(children))]
 
 
