@@ -63,7 +63,7 @@ def _collect(children: list[Child], deadline: float) -> list[Any]:
     failed: dict[int, str] = {}
     while len(results) < len(children):
         waiting = {child.channel: rank for rank, child in enumerate(children) if rank not in results}
-        # After a failure for a moment: a rank that loses its peer may say so before the peer does.
+        # After a failure for a moment: the error of a rank that loses its peer may come first.
         seconds = deadline - time.monotonic() if not failed else 0.2
         ready = wait_for(
             [c for c, rank in waiting.items() if rank not in failed], max(0.0, seconds), children
