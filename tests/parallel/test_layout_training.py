@@ -36,19 +36,20 @@ def train(folder, layout, scratch, stop_after):
     shape = whorl_decoder(300, 64, 2, 2, 2, head_dim=32, ngram_buckets=256, mlp_hidden=128)
     replicas = 1 if layout is None else Layout.parse(layout).data_ranks
     job = tiny.job(folder / "tokens", steps=4, model=shape, layout=layout, replicas=replicas)
-    model = pretrain(job, folder / scratch, tiny.Notes(), stop_after=stop_after)
-    return {name: t.detach().numpy().copy() for name, t in model.state_dict().items()}
+    notes = tiny.Notes()
+    model = pretrain(job, folder / scratch, notes, stop_after=stop_after, checkpoint_seconds=0.0)
+    return {name: t.detach().numpy().copy() for name, t in model.state_dict().items()}, len(notes.steps)
 
 
 def train_in_turn(folder):
-    train(folder, "tp=2", "ranks", 2)
-    return train(folder, "fsdp=2", "ranks", None)
+    return train(folder, "tp=2", "ranks", 2)[1], *train(folder, "fsdp=2", "ranks", None)
 
 
 def test_another_layout_continues_a_run_as_one_rank_would(tmp_path: Path):
     tiny.make_tokens(tmp_path / "tokens")
-    found, _ = run_ranks(2, drive, train_in_turn, tmp_path, preload=PRELOAD)
-    for name, expected in train(tmp_path, None, "one", None).items():
+    (before, found, after), _ = run_ranks(2, drive, train_in_turn, tmp_path, preload=PRELOAD)
+    assert (before, after) == (2, 2)
+    for name, expected in train(tmp_path, None, "one", None)[0].items():
         np.testing.assert_allclose(found[name], expected, atol=2e-6, err_msg=name)
     traced = json.loads((tmp_path / "ranks" / "parallel.json").read_text())  # of the fourth step
     assert [rank["place"] for rank in traced["ranks"]] == ["fsdp 0", "fsdp 1"]
