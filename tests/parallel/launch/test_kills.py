@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
 
 def test_slurm_requeues_twice_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     words = ("small.toml", "--deterministic")
-    write_recipe(tmp_path, steps=150)
+    write_recipe(tmp_path, steps=100)
     succeed(tmp_path, "launch", *words, "--ranks", 2, "--store", "one")
     store = tmp_path / "two"
     shutil.copytree(tmp_path / "one", store)
@@ -35,11 +35,12 @@ def test_slurm_requeues_twice_and_ends_with_the_same_bits(tmp_path: Path) -> Non
         wait_for(lambda: reached_step(store) >= 5, log)
         os.kill(roles(str(tmp_path))["rank 1"].pid, signal.SIGKILL)
         for _ in range(2):
-            step = reached_step(store) + 10
+            step = reached_step(store) + 5
             wait_for(lambda: reached_step(store) >= step, log)  # noqa: B023  # of this round
             slurm(env, "scancel", "--batch", "--signal=USR1", "1")
             wait_for(lambda: "PENDING" in slurm(env, "squeue", "-h", "-o", "%T"), log)
-            slurm(env, "scontrol", "update", "JobId=1", "StartTime=now")
+            # Within a second of its end a node refuses the job, as its credential is revoked.
+            slurm(env, "scontrol", "update", "JobId=1", "StartTime=now+3")
         wait_for(lambda: not slurm(env, "squeue", "-h"), log)
         assert not roles(str(tmp_path))
     text = log.read_text()
