@@ -27,7 +27,8 @@ _CREDENTIALS = re.compile(
     re.IGNORECASE,
 )
 
-LOST = 75  # exit code (EX_TEMPFAIL) of a process that has lost another one: the same command continues
+LOST = 75  # exit code (EX_TEMPFAIL) of a process that has lost another rank: the same command continues
+LOST_HELPER = 74  # the same after the loss of a helper process, such as the writer of checkpoints
 
 
 class WhorlError(Exception):
@@ -123,6 +124,13 @@ def one_of(value: str, allowed: Sequence[str]) -> str:
     near = difflib.get_close_matches(value, allowed, n=1)
     listing = ", ".join(allowed)
     return f"one of: {listing}" + (f" (did you mean {near[0]!r}?)" if near else "")
+
+
+def nearest_divisors(number: int, wanted: int) -> str:
+    """Return the divisors of a number next to `wanted`, which is none, for `expected`: "2 and 4"."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    near = [n for n in divisors if n < wanted][-1:] + [n for n in divisors if n > wanted][:1]
+    return " and ".join(map(str, near))
 
 
 def fields_at(model: Any, place: Sequence[int | str]) -> Mapping[str, Any]:

@@ -92,7 +92,7 @@ A first model, from the Python standard library, in about ten minutes:
 Artifacts are kept in a store (./.whorl, $WHORL_HOME, or --store). A step that is in the store already is not run again.
 
 Exit codes: 0 done; 2 a command, option, recipe or setting is wrong; 1 any other error, e.g. an artifact or run that does not
-exist; 75 a process was lost, 130 (Ctrl-C) and 143 (SIGTERM) stopped: the same command continues.
+exist; 74 or 75 a process was lost, 130 (Ctrl-C) and 143 (SIGTERM) stopped: the same command continues.
 """
 
 

@@ -111,16 +111,22 @@ class DistributedGroup(ProcessGroup):
             torch._foreach_copy_(small, list(torch.split(bundle, [len(t) for t in small])))
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return the value of every rank, in rank order; values are pickled."""
-        found = [None] * self.size
-        try:
-            dist.all_gather_object(found, value, group=self.data)
-        except RuntimeError as error:
-            raise self._lost(self.rank) from error
-        return found
+        """Return the value of every rank, in rank order; values are pickled, and a request is read meanwhile."""
+        own = pickle.dumps(value)
+        return [pickle.loads(self.broadcast_bytes(rank, own)) for rank in range(self.size)]
+
+    def lost_peer(self, error: Exception) -> ReplicaError | None:
+        return self._peer_error() if isinstance(error, RuntimeError) else None
 
     def _lost(self, rank: int) -> ReplicaError:
         """Return the error of a rank whose tensors did not arrive."""
+        return self._peer_error() or ReplicaError(
+            f"training replica {rank} sends no tensors: it is frozen, or its connection is lost",
+            do="run the same command again: it resumes from the last checkpoint",
+        )
+
+    def _peer_error(self) -> ReplicaError | None:
+        """Return the error of a peer that died, failed or ended within two seconds."""
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             for other, pipe in enumerate(self.pipes):
@@ -131,10 +137,7 @@ class DistributedGroup(ProcessGroup):
                     return error
                 except (EOFError, OSError):
                     return self._dead_replica_error(other)
-        return ReplicaError(
-            f"training replica {rank} sends no tensors: it is frozen, or its connection is lost",
-            do="run the same command again: it resumes from the last checkpoint",
-        )
+        return None
 
     def request(self) -> None:
         """Let the other ranks call `on_request` at their next barrier, before any of them changes a weight."""
@@ -183,8 +186,11 @@ class Rank:
                 except OSError as error:
                     raise self._group(None)._dead_replica_error(rank) from error
         group = self._open(size)
-        for t in tensors:
-            dist.broadcast(t.contiguous().view(-1).view(torch.uint8), 0, group.data)
+        try:
+            for t in tensors:
+                dist.broadcast(t.contiguous().view(-1).view(torch.uint8), 0, group.data)
+        except RuntimeError as error:
+            raise group._lost(self.rank) from error
         return group
 
     def serve_calls(self) -> None:
@@ -211,7 +217,11 @@ class Rank:
 
     def _open(self, size: int) -> DistributedGroup:
         """Every rank calls this, members or not: torch numbers the groups."""
-        return self._group(dist.new_group(range(size), timeout=timedelta(seconds=REPLICA_TIMEOUT)), size)
+        try:
+            data = dist.new_group(range(size), timeout=timedelta(seconds=REPLICA_TIMEOUT))
+        except RuntimeError as error:
+            raise self._group(None)._lost(self.rank) from error
+        return self._group(data, size)
 
     def _group(self, data: Any, size: int | None = None) -> DistributedGroup:
         size = self.size if size is None else size
@@ -331,7 +341,12 @@ def drive(function: Callable[..., Any], *args: Any, identity: Mapping[str, Any] 
 
     The default process group of torch.distributed is made from the environment, unless there is one.
     """
-    rank = join(identity)
+    try:
+        rank = join(identity)
+    except (EOFError, OSError, RuntimeError) as error:
+        raise ReplicaError(
+            f"this rank could not connect to all others: {error}", do="read their logs"
+        ) from error
     keep_freed_memory()
     if rank.rank:
         for number in (signal.SIGINT, signal.SIGTERM):  # sent to all ranks; rank 0 handles them

@@ -59,9 +59,9 @@ class ReplicaError(WhorlError):
 
 
 def _failed(rank: int, message: bytes) -> ReplicaError:
-    """Return the error of a replica that has raised: started again, it would raise again."""
-    error = ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
-    error.exit_code = 1
+    """Return the error of a replica that has raised, with its exit code."""
+    error = ReplicaError(f"training replica {rank} failed:\n{message[2:].decode()}")
+    error.exit_code = message[1]
     return error
 
 
@@ -147,6 +147,10 @@ class ProcessGroup:
         )
         dead.killed = code == -signal.SIGKILL
         return dead
+
+    def lost_peer(self, error: Exception) -> ReplicaError | None:
+        """Return the error of a rank of a world that died, if one of torch's collectives failed here for it."""
+        return None
 
     def request(self) -> None:
         """Let the other ranks of a world save what they hold of the last finished step (`distributed.py`)."""
@@ -245,8 +249,10 @@ def run_target(group: ProcessGroup, target: Callable[..., None], args: tuple[Any
         target(group, *args)
     except ReplicaError:
         pass  # another replica's failure, reported there
-    except Exception:
-        message = b"e" + traceback.format_exc().encode()
+    except Exception as error:
+        if group.lost_peer(error) is not None:
+            return
+        message = b"e" + bytes([getattr(error, "exit_code", 1)]) + traceback.format_exc().encode()
         for link in group.pipes:
             if link is not None:
                 with suppress(OSError):  # that peer has exited

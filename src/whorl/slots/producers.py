@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from whorl.errors import LOST, ProducerError
+from whorl.errors import LOST_HELPER, ProducerError
 from whorl.machine.process import Channel, Child, Descriptor, describe_exit, wait_for
 from whorl.slots.board import Board, BoardReader
 from whorl.slots.ring import Slot, SlotRing, SlotState
@@ -212,7 +212,7 @@ class ProducerProcess:
         death = self._death_error(code)
         self._deaths += 1
         if code >= 0 or self._deaths > self.restarts:
-            death.exit_code = 1 if code >= 0 else LOST
+            death.exit_code = 1 if code >= 0 else LOST_HELPER
             raise death from None
         self.log(f"{death.what}; restarted ({self._deaths} of at most {self.restarts} in a row)")
         self._child.channel.close()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import closing
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from whorl.errors import LOST
+from whorl.errors import LOST, LOST_HELPER, CheckpointError
 from whorl.parallel import distributed, process_group
+from whorl.parallel.distributed import DistributedGroup
 from whorl.parallel.process_group import ProcessGroup, ReplicaError, spawn_replicas
 from whorl.parallel.ranks import run_ranks
 from whorl.train.resilience.oom_advice import is_out_of_memory
@@ -21,6 +23,10 @@ from whorl.train.resilience.oom_advice import is_out_of_memory
 def freeze_or_raise(group: Any, how: str, file: Path) -> None:
     if how == "raise":
         raise ValueError("planted")
+    if how == "lose":
+        died = CheckpointError("the checkpoint writer died")
+        died.exit_code = LOST_HELPER
+        raise died
     file.write_text(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -56,6 +62,21 @@ def test_an_exception_of_a_rank_is_final(tmp_path: Path) -> None:
     run_ranks(2, on_world, "raise", tmp_path / "error")
     text = (tmp_path / "error").read_text()
     assert text.startswith("1 training replica 1 failed:") and "planted" in text
+
+
+def test_a_rank_that_lost_its_writer_ends_the_driver_with_its_exit_code(tmp_path: Path) -> None:
+    run_ranks(2, on_world, "lose", tmp_path / "error")
+    assert (tmp_path / "error").read_text().startswith(f"{LOST_HELPER} training replica 1 failed:")
+
+
+def test_a_collective_that_fails_for_a_dead_rank_is_lost() -> None:
+    here, there = Pipe()
+    group = DistributedGroup(0, 2, [None, here], None)
+    closed = RuntimeError("Connection closed by peer")
+    assert group.lost_peer(ValueError("planted")) is None
+    there.close()
+    lost = group.lost_peer(closed)
+    assert lost is not None and lost.exit_code == LOST and "replica 1 died" in str(lost)
 
 
 def test_a_dead_rank_is_lost_and_no_lack_of_memory() -> None:

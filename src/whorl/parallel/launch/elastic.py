@@ -78,10 +78,14 @@ def run_elastic(spec: LaunchSpec) -> int:
 
 
 def _codes(result: RunResult) -> dict[int, int]:
-    """Return the exit codes of the ranks that failed, first ones first, without those that had to be killed after them."""
+    """Return the exit codes of the ranks that failed, without those that had to be killed after them.
+
+    Ranks that died come first: an error of another one follows from it, whichever was noticed first. Then the first ones.
+    """
     failures = result.failures
     first = next(iter(failures.values())).timestamp
-    return {rank: f.exitcode for rank, f in failures.items() if f.timestamp - first < SAME_SECONDS}
+    codes = [(rank, f.exitcode) for rank, f in failures.items() if f.timestamp - first < SAME_SECONDS]
+    return dict(sorted(codes, key=lambda each: each[1] >= 0 or each[1] == -signal.SIGTERM))
 
 
 class _Agent(LocalElasticAgent):

@@ -30,6 +30,9 @@ def run_ray(spec: LaunchSpec) -> int:
         raise ConfigError("Ray Train is not installed", do="pip install 'whorl[ray]'") from error
     if started := not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False)
+    cpus = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
+    if cpus < spec.ranks:
+        print(f"whorl: Ray waits for {spec.ranks} CPUs, one for each rank; it has {cpus:.0f}", flush=True)
     output: Any = Queue(actor_options={"num_cpus": 0})
     codes = list[int]()
     printer = threading.Thread(target=_receive, args=(output, codes), daemon=True)

@@ -7,10 +7,11 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from whorl.errors import LOST, ConfigError
+from whorl.errors import LOST, LOST_HELPER, ConfigError
 from whorl.machine.process import describe_exit
 
 ATTEMPT = "WHORL_ATTEMPT"  # environment variable: name of this start of the ranks, the same on all of them
+LOSSES = {LOST: "lost another rank", LOST_HELPER: "lost a helper process"}  # exit codes of a rank
 LAUNCHER = "WHORL_LAUNCHER"  # environment variable: process whose end ends the rank
 
 
@@ -57,8 +58,8 @@ class LaunchSpec:
 
 
 def ends_the_run(code: int) -> bool:
-    """Return whether an exit code is final: neither a signal from outside nor the loss of another rank."""
-    return code >= 0 and code != LOST
+    """Return whether an exit code is final: neither a signal from outside nor the loss of another process."""
+    return code >= 0 and code not in LOSSES
 
 
 def describe(codes: Mapping[int, int]) -> str:
@@ -72,7 +73,4 @@ def describe(codes: Mapping[int, int]) -> str:
         if code not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)
     }
     found = own or dict([*codes.items()][:1])
-    return "; ".join(
-        f"rank {rank} {'lost another rank' if code == LOST else describe_exit(code)}"
-        for rank, code in found.items()
-    )
+    return "; ".join(f"rank {rank} {LOSSES.get(code) or describe_exit(code)}" for rank, code in found.items())

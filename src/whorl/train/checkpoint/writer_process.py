@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whorl.errors import LOST, CheckpointError, DiskFullError
+from whorl.errors import LOST_HELPER, CheckpointError, DiskFullError
 from whorl.machine.process import Channel, Child, Descriptor, wait_for
 from whorl.train.checkpoint import writer
 
@@ -167,7 +167,7 @@ class AsyncWriter:
             f"the checkpoint writer died: {self.process.exit_description()}",
             do="run the same command again: it resumes from the last complete checkpoint",
         )
-        died.exit_code = LOST
+        died.exit_code = LOST_HELPER
         return died
 
     def close(self, timeout: float) -> bool:
