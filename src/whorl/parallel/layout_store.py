@@ -80,9 +80,6 @@ class LayoutStore(DistributedStore):
             self.own_rows[name] = torch.zeros(room, dtype=torch.int64), torch.zeros(room, width)
         self.load(state)
 
-    def drop_foreign(self, state: dict[str, Tensor]) -> None:
-        """Keep all: `export` writes to them."""
-
     def load(self, state: State) -> None:
         """Take this rank's parts of whole weights and moments; of moments an owner has the whole. All ranks call this."""
         for name, parameter in self.laid.parameters.items():

@@ -1,8 +1,7 @@
 """Where each rank's parameters lie in those of the whole model.
 
 All ranks compute the same from the layout and the shapes alone, for any rank. Gradients are summed over the axes on which
-a parameter has copies, and the norm counts one copy (`counts`). Matrices go whole to one rank and back. The index of a
-checkpoint has the place of every piece.
+a parameter has copies, and the norm counts one copy (`counts`). Matrices go whole to one rank and back.
 """
 
 from __future__ import annotations

@@ -105,6 +105,10 @@ class Trainer(Generic[R]):
             self.group = spawn_replicas(options.replicas, _replica_main, task, options, shared, start)
             try:
                 self._train(shared, start)
+            except RuntimeError as error:
+                if (lost := self.group.lost_peer(error)) is not None:
+                    raise lost from error
+                raise
             finally:
                 self.group.close()
         self.averages.bind(task.networks, use_average=self.steps_done == task.steps or self.stopped)
@@ -200,7 +204,7 @@ class Trainer(Generic[R]):
             stops_together = stop and self.learner.laid is not None
             if is_due or stops_together:
                 self._notify("on_checkpoint", done, self.save(upload=stops_together))
-            if self.stopwatch.requested:
+            if self.stopwatch.requested and (stop or self.learner.laid is None):  # under a layout together
                 self.stopwatch.phase = "between steps"
                 raise Preempted
             if stops_together:
@@ -351,8 +355,8 @@ class Trainer(Generic[R]):
                 raise self._preempted()
 
     def _hold_preemption(self) -> None:
-        """Let SIGTERM interrupt only what can be repeated from a checkpoint of the last step."""
-        may_save = self.task.may_save(self.steps_done)
+        """Let SIGTERM interrupt only what can be repeated from a checkpoint of the last step, and no message to a rank."""
+        may_save = self.task.may_save(self.steps_done) and self.group.shares_memory
         self.stopwatch.interruptible = frozenset(self.task.interruptible if may_save else ())
 
     def _preempted(self) -> PreemptedError:

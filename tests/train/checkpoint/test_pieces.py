@@ -115,6 +115,27 @@ def test_killed_writer_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     assert found is not None and found.step == 1
 
 
+def test_a_rank_begins_the_next_save_of_a_step_while_others_write_this_one(tmp_path: Path) -> None:
+    index = {"step": 1, "bytes": 4, "tensors": {}, "metadata": {}}
+    for number in (1, 2):
+        piece, content = writer.Piece(1, 2, "a", number), memoryview(bytearray(writer.PAGE))
+        folder = writer.write_checkpoint(tmp_path, index, content, keep=1, piece=piece)
+        assert (folder / "state-00001.safetensors").stat().st_size == 4
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_error_does_not_wait_for_the_piece_of_a_dead_rank(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with (
+        pytest.raises(ValueError, match="planted"),
+        CheckpointManager(tmp_path, {}, seconds=0.0) as keeper,
+    ):
+        keeper.piece = writer.Piece(0, 2, "a")
+        keeper.save(1, whole())
+        raise ValueError("planted")
+    assert time.monotonic() - began < 30
+
+
 def test_dcp_out_and_in_and_refuses_code(tmp_path: Path) -> None:
     write_dcp(whole(), tmp_path / "a")
     assert all(torch.equal(t, whole()[n]) for n, t in read_dcp(tmp_path / "a").items())

@@ -23,7 +23,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ def branch_folder(scratch: Path, step: int) -> Path:
 
 
 UPLOAD_TIMEOUT = 60.0  # seconds for an upload after the end of training
+PIECES_TIMEOUT = 2.0  # seconds for other pieces after an error: a dead rank writes none
 
 
 class CheckpointManager:
@@ -304,6 +305,7 @@ class CheckpointManager:
         wait_for_upload: bool = False,
     ) -> None:
         assert self.layout is not None and self.writer is not None
+        self.piece = replace(self.piece, number=self.piece.number + 1)
         self.writer.submit(
             {
                 "folder": str(folder),
@@ -375,7 +377,9 @@ class CheckpointManager:
     def close(self) -> None:
         """Let the writer finish and free the staging buffer. Raises nothing; may be called twice."""
         if self.writer is not None:
-            if not self.writer.close(UPLOAD_TIMEOUT):
+            needs_pieces = self.step_in_progress is not None and self.piece.size > 1
+            limit = PIECES_TIMEOUT if needs_pieces else UPLOAD_TIMEOUT
+            if not self.writer.close(limit) and not needs_pieces:
                 self.log(f"an upload to {self.config.remote_url} was unfinished after {UPLOAD_TIMEOUT:.0f} s")
             with suppress(
                 DiskFullError, CheckpointError

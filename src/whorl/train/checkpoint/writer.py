@@ -44,18 +44,19 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of a checkpoint. attempt: equal on all ranks, and new in each start of the run."""
+    """One rank's part of a checkpoint. attempt: new in each start of the run; number: of the save; equal on all ranks."""
 
     rank: int = 0
     size: int = 1
     attempt: str = ""
+    number: int = 0  # a rank may begin the next save of a step while others write this one
 
     @property
     def file(self) -> str:
         return TENSORS if self.size == 1 else f"state-{self.rank:05d}.safetensors"
 
-    def temporary(self, folder: Path, step: int) -> Path:
-        return folder / (f"writing-{os.getpid()}" if self.size == 1 else f"writing-{self.attempt}-{step:08d}")
+    def temporary(self, folder: Path) -> Path:
+        return folder / f"writing-{os.getpid() if self.size == 1 else f'{self.attempt}-{self.number}'}"
 
 
 def digest(data: memoryview | bytes) -> str:
@@ -102,7 +103,7 @@ def write_checkpoint(
     """
     step, n_bytes, piece = int(index["step"]), int(index["bytes"]), piece or Piece()
     folder.mkdir(parents=True, exist_ok=True)
-    temporary, final = piece.temporary(folder, step), folder / f"step-{step:08d}"
+    temporary, final = piece.temporary(folder), folder / f"step-{step:08d}"
     if not piece.rank:
         _remove_stale(folder, piece)
     try:

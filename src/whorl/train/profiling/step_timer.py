@@ -93,7 +93,8 @@ def _measure_with_threads(
 def _measure_steps(
     process_group: ProcessGroup, job: Job, shared: SharedState, began: float, length: tuple[float, int]
 ) -> StepTiming:
-    """Return the timing; every rank calls it. `began` is rank 0's clock, which all processes share."""
+    """Return the timing; every rank calls it. `began` is rank 0's clock, which all processes of a machine share."""
+    began = began if process_group.shares_memory else time.perf_counter()
     (seconds, warmup), compiling = length, seconds_in_backend()
     with deterministic(job.deterministic):
         learner = build_learner(build_model(job), job, shared, process_group, choose_always=True)
