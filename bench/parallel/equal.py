@@ -1,4 +1,4 @@
-"""Every layout trains as one rank does, and ten planted faults are each caught.
+"""Every layout trains as one rank does, and eleven planted faults are each caught.
 
     python bench/parallel/equal.py                # 20 steps; each axis at 2 and 4 ranks, pairs, dp2 x tp2 x pp2
     python bench/parallel/equal.py --layouts tp=2 # some of them

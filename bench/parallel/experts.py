@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import time
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -33,9 +34,17 @@ from whorl.nn.experts import MixtureOfExperts, Routing, apply_experts
 from whorl.nn.experts.router import assign_with_capacity
 from whorl.objectives.next_token import next_token
 from whorl.objectives.routing import load_balance
-from whorl.parallel.expert_dispatch import load_imbalance, place_experts
+from whorl.parallel.expert_dispatch import place_experts
 
 EXPERTS, TOP_K, LAYERS, WIDTH, HIDDEN, LENGTH, SEQUENCES, RANKS = 16, 2, 4, 128, 128, 256, 64, 4
+
+
+def load_imbalance(loads: Sequence[float], owners: Sequence[int]) -> float:
+    """Return the load of the busiest rank over the mean of all ranks: the step waits for that rank."""
+    totals = [0.0] * (max(owners) + 1)
+    for load, rank in zip(loads, owners, strict=True):
+        totals[rank] += load
+    return max(totals) * len(totals) / sum(totals)
 
 
 def text_rows() -> Tensor:

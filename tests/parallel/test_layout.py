@@ -159,6 +159,8 @@ def test_other_ranks_and_mixers_are_refused_by_name():
         ConfigError, match=r"multiply to 4\n  expected: 8, the number of ranks, for example dp = 4"
     ):
         Layout.parse("dp=2,tp=2").check_ranks(8)
+    with pytest.raises(ConfigError, match="for example 6 ranks or 9 ranks"):
+        Layout.parse("dp=2,tp=3").check_ranks(8)
     shape = config("llama").model_copy(update={"mixers": {"a": {"kind": "mamba"}}})
     model = make_model(TransformerConfig.model_validate(shape.model_dump()))
     with pytest.raises(ConfigError, match=r"blocks.0.mixer .Mamba. cannot be split"):

@@ -12,6 +12,8 @@ from whorl.models.transformer_config import whorl_decoder
 from whorl.parallel.distributed import drive
 from whorl.parallel.layout import Layout
 from whorl.parallel.ranks import run_ranks
+from whorl.train.lm.build import build_model
+from whorl.train.lm.laid_out import lay_out
 from whorl.train.lm.pretrain import pretrain
 
 STEPS = 1
@@ -56,6 +58,14 @@ def test_another_layout_continues_a_run_as_one_rank_would(tmp_path: Path):
     assert all(len(rank["timeline"]) == 24 for rank in traced["ranks"]) and traced["seconds"] > 0
     # Two blocks twice, the rest once; ids and gradients of two tables.
     assert traced["totals"]["fsdp all_gather"][0] == 5 + 4
+
+
+def test_dropout_of_experts_is_refused(tmp_path: Path):
+    experts = {"n_experts": 4, "top_k": 2, "hidden": 16, "token_dropout": 0.1}
+    shape = whorl_decoder(300, 32, 2, 2, 2, head_dim=16, mlp_hidden=64, ngram_orders=(), experts=experts)
+    job = tiny.job(tmp_path, model=shape, layout="dp=1")
+    with pytest.raises(Exception, match="excludes experts with dropout"):
+        lay_out(build_model(job), job, None)
 
 
 def test_a_layout_without_ranks_names_the_command(tmp_path: Path):

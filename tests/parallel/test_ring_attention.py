@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from bench.parallel.experts import load_imbalance
 
 from whorl.errors import ConfigError
 from whorl.models import TransformerConfig, make_model, whorl_decoder
 from whorl.nn.attention import Mask, attend
 from whorl.nn.experts import MixtureOfExperts
-from whorl.parallel.expert_dispatch import load_imbalance, place_experts, shard_experts
+from whorl.parallel.expert_dispatch import place_experts, shard_experts
 from whorl.parallel.ranks import run_ranks
 from whorl.parallel.ring_attention import context_order, ring_attention, shard_context, take_context
 
@@ -150,5 +151,5 @@ def test_placement_by_load_is_more_even_than_by_number():
     assert by_load.count(0) == by_load.count(1) == 4
     assert load_imbalance(loads, by_number) == pytest.approx(17 / 13)
     assert load_imbalance(loads, by_load) == pytest.approx(15 / 13)  # 8 and 7 cannot be more even
-    with pytest.raises(ConfigError, match="nearest are 2, 4"):
+    with pytest.raises(ConfigError, match="nearest are 2 and 4"):
         place_experts(loads, 3)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, nearest_divisors
 
 Compute = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of `nn.experts.Experts.forward`
 
@@ -36,11 +36,9 @@ def place_experts(loads: Sequence[float], ranks: int) -> list[int]:
         ConfigError: the ranks do not divide the experts.
     """
     if len(loads) % ranks:
-        divisors = [n for n in range(1, len(loads) + 1) if len(loads) % n == 0]
-        nearest = sorted(divisors, key=lambda n: abs(n - ranks))[:2]
         raise ConfigError(
             f"{len(loads)} experts over {ranks} ranks",
-            expected=f"a degree that divides them: the nearest are {', '.join(map(str, sorted(nearest)))}",
+            expected=f"a degree that divides them: the nearest are {nearest_divisors(len(loads), ranks)}",
         )
     room = len(loads) // ranks
     if len(set(loads)) == 1:
@@ -52,14 +50,6 @@ def place_experts(loads: Sequence[float], ranks: int) -> list[int]:
         totals[rank] += loads[expert]
         held[rank] += 1
     return owners
-
-
-def load_imbalance(loads: Sequence[float], owners: Sequence[int]) -> float:
-    """Return the load of the busiest rank over the mean of all ranks: the step waits for that rank."""
-    totals = [0.0] * (max(owners) + 1)
-    for load, rank in zip(loads, owners, strict=True):
-        totals[rank] += load
-    return max(totals) * len(totals) / sum(totals)
 
 
 def shard_experts(experts: Any, owners: Sequence[int], group: dist.ProcessGroup) -> None:

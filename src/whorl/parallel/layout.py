@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from whorl.errors import ConfigError, one_of
+from whorl.errors import ConfigError, nearest_divisors, one_of
 from whorl.parallel.parameter_layout import ParameterLayout, Place
 from whorl.parallel.pipeline import SCHEDULES, ModelStage, Pipeline, keep_blocks, stage_numbers, stage_view
 from whorl.parallel.tensor_parallel import (
@@ -123,10 +123,12 @@ class Layout:
         """
         if self.ranks != ranks:
             others = self.ranks // self.dp
-            nearest = f", for example dp = {ranks // others}" if ranks % others == 0 else ""
+            below = ranks - ranks % others
+            nearest = [f"{n} ranks" for n in (below, below + others) if n]
             raise ConfigError(
                 f"the degrees of the layout multiply to {self.ranks}",
-                expected=f"{ranks}, the number of ranks{nearest}",
+                expected=f"{ranks}, the number of ranks, for example "
+                + (" or ".join(nearest) if ranks % others else f"dp = {ranks // others}"),
             )
 
     def check_divides(self, axes: str, what: str, number: int) -> None:
@@ -137,11 +139,9 @@ class Layout:
         """
         degree = prod(getattr(self, axis) for axis in axes.split(" x "))
         if number % degree:
-            divisors = [n for n in range(1, number + 1) if number % n == 0]
-            near = [max(n for n in divisors if n < degree), *[n for n in divisors if n > degree][:1]]
             raise ConfigError(
                 f"{axes} = {degree} does not divide {number}, the {what}",
-                expected=f"a divisor; the nearest are {' and '.join(map(str, near))}",
+                expected=f"a divisor; the nearest are {nearest_divisors(number, degree)}",
             )
 
 

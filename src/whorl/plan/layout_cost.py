@@ -182,8 +182,12 @@ def micro_batches(job: Job, layout: Layout) -> int:
 
 
 def _memory(job: Job, shape: StepShape, pp: int) -> float:
-    """Return the bytes of a rank of the pipeline axis: weights, gradients, moments and kept activations."""
+    """Return the bytes of a rank of the pipeline axis: weights, gradients, moments and kept activations.
+
+    Every rank has the whole weights, too, and its share of all moments, for evaluation and checkpoints.
+    """
     layout, model = shape.layout, shape.model
+    saved = sum(place.shape.numel() for place in shape.places.values()) * (1 + 2 / layout.ranks)
     held = {n: prod(s) for n, s in shape.held(dict.fromkeys(AXES, 0) | {"pp": pp}).items()}
     whole, tables = sum(held.values()), sum(n for name, n in held.items() if name.startswith("memory."))
     dense = whole - tables
@@ -198,7 +202,7 @@ def _memory(job: Job, shape: StepShape, pp: int) -> float:
     in_flight = min(shape.micro_batches, layout.pp - pp) if layout.pp > 1 else 1
     share = len(shape.blocks(pp)) / len(model.blocks) / (layout.cp * layout.tp)
     kept = model.activation_bytes(shape.rows, shape.length, device=job.device) * share
-    return 4.0 * (split + gradients + moments + tables) + in_flight * kept
+    return 4.0 * (saved + split + gradients + moments + tables) + in_flight * kept
 
 
 def _matrix_rules(job: Job, model: Transformer) -> dict[str, str]:

@@ -53,6 +53,10 @@ def test_launch_refuses_before_it_starts(tmp_path: Path, monkeypatch: pytest.Mon
 
     assert "slurm" in message("--on", "slurn")
     assert "--on slurm or kubernetes" in message("--write", "x")
+    assert "--on torchrun or slurm or kubernetes" in message("--nodes", "2")
+    assert "--rendezvous with --on slurm" in message("--on", "slurm", "--rendezvous", "a:1")
+    assert "--layout with --on local" in message("--on", "local", "--layout", "tp=2")
+    assert "multiply to 3" in message("--ranks", "8", "--layout", "tp=3")
     assert "nothing" in message("--on", "torchrun", "--set", "plan.nothing=1")
     assert "No such option: --nothing" in message("--on", "torchrun", "--nothing")
     assert "--rendezvous HOST:PORT" in message("--on", "torchrun", "--nodes", "2", "--ranks", "2")

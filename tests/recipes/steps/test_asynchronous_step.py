@@ -25,7 +25,7 @@ def options(**more: object) -> list[str]:
 def test_asynchronous_trains_twice_and_writes_a_page(tmp_path: Path) -> None:
     write_code(tmp_path / "code")
     for change, words in (
-        ({"asynchronous.workers": 3}, "a divisor, such as 2 or 4"),
+        ({"asynchronous.workers": 3}, "a divisor, such as 2 and 4"),
         ({"asynchronous.methods": '["mirror"]'}, "'mirror' is no method"),
     ):
         assert words in refuse(tmp_path, "run", "asynchronous", *options(**change))

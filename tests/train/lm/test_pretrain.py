@@ -95,8 +95,10 @@ def test_replica_failure_raises(work: Callable[[ProcessGroup], None], words: str
 
 
 def test_pretrain_invalid_batch_size_raises(tokens: Path, tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match="for 3 replicas"):
+    with pytest.raises(BudgetError, match=r"for 3 replicas\n.* nearest are 2 and 4"):
         train(job(tokens, replicas=3), tmp_path)
+    with pytest.raises(BudgetError, match="2 at the end of the run, for 8 replicas"):
+        train(job(tokens).model_copy(update={"replicas": 8, "long_ratio": 0.1}), tmp_path)
     for how in ({}, {"serial_loader": False}, {"replicas": 2}):
         with pytest.raises(BudgetError, match="rows of 32 tokens") as error:
             train(job(tokens, batch_size=100_000, **how), tmp_path)

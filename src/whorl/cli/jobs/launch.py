@@ -16,13 +16,13 @@ def launch(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A packaged recipe (see `whorl recipes`) or a .toml file.")],
     on: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="|".join(PLACES),
-            help="local: processes that share memory; torchrun: torch's elastic launcher, on each node; slurm, kubernetes: "
-            "a job that starts it there; ray: workers of Ray Train.",
+            help="local: processes that share memory, the default; torchrun: torch's elastic launcher, on each node, the "
+            "default with --layout; slurm, kubernetes: a job that starts it there; ray: workers of Ray Train.",
         ),
-    ] = "local",
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes that train, over all nodes; default: one per core of this machine.")
     ] = None,
@@ -69,12 +69,17 @@ def launch(
     from whorl.parallel.launch.schedulers import SCHEDULERS, submit_job, write_job
     from whorl.parallel.launch.spec import LaunchSpec
 
+    on = on or ("local" if layout is None else "torchrun")
     if on not in PLACES:
         raise ConfigError(f"--on {on}", expected=one_of(on, PLACES))
-    if write is not None and on not in SCHEDULERS:
-        raise ConfigError(
-            f"--write with --on {on}", expected=f"--on {' or '.join(SCHEDULERS)}, which have a file"
-        )
+    for option, given, places in (
+        ("--write", write is not None, tuple(SCHEDULERS)),
+        ("--nodes", nodes > 1, ("torchrun", *SCHEDULERS)),
+        ("--rendezvous", bool(rendezvous), ("torchrun",)),
+        ("--layout", layout is not None, PLACES[1:]),
+    ):
+        if given and on not in places:
+            raise ConfigError(f"{option} with --on {on}", expected=f"--on {' or '.join(places)}")
     ranks = ranks or usable_cores() * nodes
     words = ["run", recipe, *context.args]
     run = _checked_run(context, words)

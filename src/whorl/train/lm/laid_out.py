@@ -73,12 +73,14 @@ def lay_out(model: LanguageModel, job: Job, moe: MoEBalancer) -> LaidOut:
     """
     layout = Layout.parse(job.layout or "")
     check_layout(model, layout, job.batch_size, job.seq_len)
+    experts = job.model.experts
     unsupported = {
         f"objective = {job.objective!r}": job.objective != "next_token",
         "dtype = 'float16'": job.dtype == "float16",
         f"ema = {job.ema}": job.ema > 0,
         "bf16_weights": job.bf16_weights is not None,
         "long_ratio with cp": job.long_ratio > 0 and layout.cp > 1,
+        "experts with dropout": experts is not None and bool(experts.expert_dropout or experts.token_dropout),
     }
     if wrong := [name for name, is_wrong in unsupported.items() if is_wrong]:
         raise ConfigError(f"layout {job.layout!r} excludes {wrong[0]}", do="remove one of them")

@@ -15,14 +15,14 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from whorl.errors import BudgetError
+from whorl.errors import BudgetError, nearest_divisors
 from whorl.models import LanguageModel, load_model
 from whorl.parallel.traffic import Traffic
 from whorl.tokens.loader import TokenProducer
 from whorl.tokens.stream import StreamBatches
 from whorl.train.checkpoint.format import Checkpoint
 from whorl.train.checkpoint.manager import CheckpointManager
-from whorl.train.job import Job, RowShape, identity, on_world, row_shape, steps_per_epoch
+from whorl.train.job import Job, RowShape, identity, last_rows, on_world, row_shape, steps_per_epoch
 from whorl.train.learner.learner import Learner, SharedState
 from whorl.train.learner.loop import Stopwatch
 from whorl.train.lm.batches import Batch, job_batches, micro_batches
@@ -66,10 +66,11 @@ def pretrain(
         All errors of `Trainer.fit`.
     """
     job = on_world(job)
-    if job.batch_size % job.replicas:
+    fewest = last_rows(job).batch_size  # the ranks may be others than the planned ones
+    if fewest % job.replicas:
         raise BudgetError(
-            f"batch_size is {job.batch_size}, for {job.replicas} replicas",
-            expected="a multiple of the number of replicas",
+            f"batch_size is {job.batch_size}, {fewest} at the end of the run, for {job.replicas} replicas",
+            expected=f"a divisor of {fewest}; the nearest are {nearest_divisors(fewest, job.replicas)}",
         )
     if job.stream is None:  # here, since an error of a producer has its traceback
         for step in {0, job.steps - 1}:
@@ -107,8 +108,6 @@ class PretrainTask(Task[Batch]):
         self.evaluate_every = max(1, math.ceil(job.steps / job.evaluations))
         self.meter, self.best = Meter(), BestWeights()
         self.deadline = Deadline(job.steps, job.seconds)
-        if job.layout is not None:
-            self.interruptible = ()  # the other ranks may wait for tensors of this one
         self.trace: Traffic | None = None
         self.stream_state: dict[str, Any] | None = None  # position of the next batch in raw text
 
@@ -168,7 +167,8 @@ class PretrainTask(Task[Batch]):
         return cast("AbstractContextManager[Iterator[Batch]]", self.records)
 
     def minibatches(self, record: Batch) -> list[list[Any]]:
-        if self.learner.laid is not None and self.learner.rounds == TRACED_ROUND:
+        has_folder = self.trainer.options.scratch is not None
+        if has_folder and self.learner.laid is not None and self.learner.rounds == TRACED_ROUND:
             self.trace = start_trace(self.learner.laid)
         found = micro_batches(record, self.job, self.learner.rounds, self.readers.rank)
         return [found] if self.job.layout is None else [[whole_pass(found, self.job)]]

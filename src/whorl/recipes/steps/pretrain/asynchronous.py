@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from whorl.errors import ConfigError
+from whorl.errors import ConfigError, nearest_divisors
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.pretrain.pretrain import PretrainConfig, build_job
 from whorl.recipes.steps.tokens import open_tokenizer
@@ -110,9 +110,8 @@ def _job(ctx: StepContext, config: AsynchronousConfig) -> Job:
     """Return the planned job, for workers on this machine's processor."""
     job = build_job(ctx, PretrainConfig(seed=config.seed))
     if job.batch_size % config.workers:
-        fitting = [n for n in range(1, job.batch_size + 1) if job.batch_size % n == 0]
-        near = " or ".join(map(str, sorted(sorted(fitting, key=lambda n: abs(n - config.workers))[:2])))
         what = f"{config.workers} workers share batches of {job.batch_size} rows"
+        near = nearest_divisors(job.batch_size, config.workers)
         raise ConfigError(what, expected=f"a divisor, such as {near}", do=f"set {ctx.name}.workers")
     if job.model.experts is not None or job.model.masked is not None:
         raise ConfigError("workers train decoders without experts", do="omit plan.model.experts")
