@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -83,9 +84,12 @@ def main(arguments: argparse.Namespace, folder: Path) -> None:
     for number in range(arguments.kills):
         victim = VICTIMS[arguments.on][number % len(VICTIMS[arguments.on])]
         at_start = number % 5 == 4 and not victim.startswith("writer")
-        pid = await_victim(folder, run, victim, -2 if at_start else last)
-        time.sleep(rng.random() * (0.5 if at_start else 0.2))
-        os.kill(pid, 9)
+        while True:
+            pid = await_victim(folder, run, victim, -2 if at_start else last)
+            time.sleep(rng.random() * (0.5 if at_start else 0.2))
+            with suppress(ProcessLookupError):  # one of the start before, which has just ended
+                os.kill(pid, 9)
+                break
         last = max(last, reached_step(folder / "killed"))
         samples.append((victim, last))
         print(f"kill {number + 1}: {victim} at step {last}", flush=True)
