@@ -75,7 +75,7 @@ def commands(text: str, program: str) -> Iterator[list[str]]:
 
 @each_page
 def test_whorl_commands_parse(page: Path) -> None:
-    app = typer.main.get_command(build_app())
+    app: Any = typer.main.get_command(build_app())
     for words in commands(text_of(page), "whorl"):
         if not words or words[0].startswith("-") or words[0].isupper():
             continue
@@ -84,6 +84,8 @@ def test_whorl_commands_parse(page: Path) -> None:
             assert words[0] in command.commands, f"{page.name}: there is no `whorl {' '.join(words)}`"
             command, words = command.commands[words[0]], words[1:]
         options = command.get_params(typer.Context(command))
+        if command.name == "launch":  # passes the others on
+            options += app.commands["run"].get_params(typer.Context(command))
         known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
         used = {word.split("=")[0] for word in words if word.startswith("--")}
         assert used <= known | {"--help"}, f"{page.name}: {command.name} has no {used - known}"

@@ -20,6 +20,7 @@ from whorl.machine.device_probe import Measurement, choose
 from whorl.machine.identity import CpuIdentity
 from whorl.machine.kernel_choice import FORCE, forced_choices
 from whorl.nn.cpu import library
+from whorl.parallel import process_group
 from whorl.recipes import RunResult, StepContext, StepKind, parse_recipe, run_recipe, runner, step_kinds
 from whorl.recipes.recipe import Recipe, load_recipe
 from whorl.recipes.registry import start_native_builds
@@ -409,7 +410,7 @@ def test_replicas_belong_to_a_deterministic_address(monkeypatch: pytest.MonkeyPa
     """They decide the last bits; otherwise timing does too, so a step continues with another number."""
 
     def hashed(deterministic: bool, cores: int = 2, **run: int) -> object:
-        monkeypatch.setattr(runner, "usable_cores", lambda: cores)
+        monkeypatch.setattr(process_group, "usable_cores", lambda: cores)
         sets = [f"sft.run.{name}={value}" for name, value in run.items()]
         recipe = load_recipe("align-arithmetic", sets=sets, deterministic=deterministic)
         return runner._hashed_config(recipe.steps["sft"].kind, recipe.steps["sft"].config)

@@ -215,7 +215,8 @@ def test_log_shows_control_characters_as_escapes() -> None:
 # Secrets
 
 NO_SETTINGS = {
-    "WHORL_API_KEY", "WHORL_CATALOG", "WHORL_ENDPOINT_KEY", "WHORL_HOME", "WHORL_LIMITS_FOLDER", "WHORL_LOG",
+    "WHORL_API_KEY", "WHORL_ATTEMPT", "WHORL_CATALOG", "WHORL_ENDPOINT_KEY", "WHORL_HOME", "WHORL_LAUNCHER",
+    "WHORL_LIMITS_FOLDER", "WHORL_LOG",
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -170,10 +171,14 @@ def is_deterministic(config: BaseModel) -> bool:
 
 def deterministic_replicas(config: BaseModel) -> int | str:
     """Return the replicas of a deterministic step; by default they follow from the usable cores, or a launcher's ranks."""
-    from whorl.parallel.process_group import cores_for_replicas  # imports torch
+    from whorl.machine.device_probe import usable_cores
 
     given = getattr(config, "layout", None) or getattr(getattr(config, "run", None), "replicas", None)
-    return given or f"at most one for each of {cores_for_replicas(True)} cores"
+    groups = sys.modules.get("whorl.parallel.process_group")  # imports torch; a launcher's ranks have it
+    return (
+        given
+        or f"at most one for each of {groups.cores_for_replicas(True) if groups else usable_cores()} cores"
+    )
 
 
 def step_kinds() -> Mapping[str, StepKind]:

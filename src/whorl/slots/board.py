@@ -108,8 +108,8 @@ class Board:
 
     def _write(self, tensors: Mapping[str, Tensor], views: Mapping[str, Tensor], version: int) -> None:
         self._header[0] += 1
-        for name, tensor in tensors.items():
-            views[name].copy_(tensor.detach())
+        for name in views.keys() & tensors.keys():
+            views[name].copy_(tensors[name].detach())
         self._header[1] = version
         self._header[0] += 1
 
@@ -118,8 +118,8 @@ class Board:
         while time.monotonic() < deadline:
             before = int(self._header[0])
             if before % 2 == 0:
-                for name, tensor in into.items():
-                    tensor.copy_(views[name])
+                for name in views.keys() & into.keys():
+                    into[name].copy_(views[name])
                 version = self.version
                 if int(self._header[0]) == before:
                     return version
