@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def has_quick_form(script: Path) -> bool:
 def needs_store(script: Path) -> bool:
     """Whether the script reads the artifacts of a quickstart."""
     text = script.read_text(encoding="utf-8")
-    return "open_store(" in text or "quickstart_store(" in text
+    return re.search(r"\b(open_store|quickstart_store)\(", text) is not None
 
 
 def execute(command: list[str], timeout: float) -> tuple[int, str, str]:

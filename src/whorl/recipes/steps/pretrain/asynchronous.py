@@ -20,7 +20,6 @@ from whorl.errors import ConfigError, nearest_divisors
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.pretrain.pretrain import PretrainConfig, build_job
 from whorl.recipes.steps.tokens import open_tokenizer
-from whorl.report.agents import STYLES
 from whorl.report.blocks import Bar, Column, Curve, Histogram, Line, Table
 from whorl.train.asynchronous.methods import METHODS
 
@@ -122,6 +121,8 @@ def _job(ctx: StepContext, config: AsynchronousConfig) -> Job:
 
 def _report(ctx: StepContext, config: AsynchronousConfig, runs: Runs) -> None:
     """Write curves, the table and the staleness of each method."""
+    from whorl.report.agents import STYLES
+
     section, blocks = "Asynchronous", ctx.report.blocks
     for measure, found in runs.items():
         title, lines = f"Held-out bits per byte at {MEASURES[measure]}", []
