@@ -21,7 +21,6 @@ from whorl.models.exchange.gguf_file import export_gguf
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
-GGUF_TYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 Rows = list[list[int]]
 
 
@@ -67,5 +66,5 @@ def write_files(folder: Path, name: str, ggufs: Sequence[str]) -> Path:
         export_model(model(name), place / "hf", "llama")
     for kind in ggufs:
         if not (place / f"{kind}.gguf").exists():
-            export_gguf(model(name), place / f"{kind}.gguf", dtype=GGUF_TYPES[kind])
+            export_gguf(model(name), place / f"{kind}.gguf", kind=kind)
     return place
