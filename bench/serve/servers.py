@@ -91,7 +91,7 @@ def write_model(folder: Path) -> None:
     for parameter in model.parameters():
         if not parameter.any():  # else layers would add nothing
             parameter.normal_(0.0, 0.5 * parameter.shape[-1] ** -0.5, generator=draw)
-    export_model(model, folder / "hf", "llama", kind="bf16", source=folder / "tokenizer")
+    export_model(model, folder / "hf", "llama", dtype=torch.bfloat16, source=folder / "tokenizer")
     export_gguf(model, folder / "model.gguf", kind="bf16", source=folder / "tokenizer")
 
 
