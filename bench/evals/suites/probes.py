@@ -36,7 +36,7 @@ from whorl.evals.runner import evaluate
 from whorl.evals.statistics.intervals import mean_interval
 from whorl.evals.suites.probe_lines import PROBES
 from whorl.evals.suites.probes import probe_tasks, training_lines
-from whorl.plan.cost import decoder_config
+from whorl.plan.accounting.model_cost import decoder_config
 from whorl.tokens.tokenizer import Tokenizer
 
 SIZES = {

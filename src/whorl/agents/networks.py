@@ -41,7 +41,7 @@ class Pixels(nn.Module):
         first = nn.Conv2d(shape[0], 16, size, stride)
         second = nn.Conv2d(16, 32, size // 2 + size % 2, 2 if side >= 9 else 1)
         for convolution in (first, second):
-            _initialize(convolution, math.sqrt(2), generator)
+            initialize(convolution, math.sqrt(2), generator)
         self.layers = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten())
         self.n_out: int = self.layers(torch.zeros(1, *shape)).shape[1]
 
@@ -51,7 +51,7 @@ class Pixels(nn.Module):
         return out.view(*observation.shape[:-1], self.n_out)
 
 
-def _initialize(layer: nn.Conv2d | nn.Linear, gain: float, generator: torch.Generator) -> None:
+def initialize(layer: nn.Conv2d | nn.Linear, gain: float, generator: torch.Generator) -> None:
     """Set orthogonal weights and a bias of 0."""
     nn.init.orthogonal_(layer.weight, gain, generator=generator)
     assert layer.bias is not None
@@ -67,10 +67,10 @@ def make_network(
     n_in = pixels[0].n_out if pixels else math.prod(spaces.observation_shape)
     layers: list[nn.Module] = [*pixels]
     for width in hidden:
-        _initialize(linear := nn.Linear(n_in, width), math.sqrt(2), generator)
+        initialize(linear := nn.Linear(n_in, width), math.sqrt(2), generator)
         layers += [linear, activation()]
         n_in = width
-    _initialize(last := nn.Linear(n_in, n_out), output_gain, generator)
+    initialize(last := nn.Linear(n_in, n_out), output_gain, generator)
     return nn.Sequential(*layers, last)
 
 
@@ -155,7 +155,8 @@ class ActorCritic(nn.Module):
 class Critics(nn.Module):
     """K networks of equal shape, evaluated as one batched product per layer.
 
-    forward: observations [N, d] and, with `action_size`, action vectors [N, k] -> [K, N, n_out].
+    forward: observations [N, d] and, with `action_size`, action vectors [N, k] -> [K, N, n_out]. Or each network has its
+        own rows: [K, N, d] and [K, N, k].
     """
 
     def __init__(
@@ -181,12 +182,23 @@ class Critics(nn.Module):
         if self.encoders:
             x = torch.stack([encode(observation) for encode in self.encoders])
         else:
-            x = observation.expand(k, *observation.shape)
+            x = observation.expand(k, -1, -1)
         if action is not None:
-            x = torch.cat((x, action.expand(k, *action.shape)), dim=-1)
+            x = torch.cat((x, action.expand(k, -1, -1)), dim=-1)
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = torch.baddbmm(bias, x if number == 0 else x.relu(), weight)
         return x
+
+
+def action_bounds(spaces: Spaces) -> tuple[Tensor, Tensor]:
+    """Return middle and half range [k] of action vectors. Raises ConfigError: a bound is infinite."""
+    if any(map(math.isinf, (*spaces.action_low, *spaces.action_high))):
+        raise ConfigError(
+            f"the bounds of the actions are {spaces.action_low} and {spaces.action_high}", expected="finite bounds",
+            do="use ppo or trpo, or bound the actions of the environment",
+        )  # fmt: skip
+    low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
+    return (low + high) / 2, (high - low) / 2
 
 
 class QNetworks(nn.Module):
@@ -242,16 +254,10 @@ class PolicyAndCritics(nn.Module):
             self.target_policy = deepcopy(self.policy).requires_grad_(False)
         if temperature is not None:
             self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))
-        if any(map(math.isinf, (*spaces.action_low, *spaces.action_high))):
-            raise ConfigError(
-                f"the bounds of the actions are {spaces.action_low} and {spaces.action_high}", expected="finite bounds",
-                do="use ppo or trpo, or bound the actions of the environment",
-            )  # fmt: skip
-        low, high = torch.tensor(spaces.action_low), torch.tensor(spaces.action_high)
         self.middle: Tensor
         self.half_range: Tensor
-        self.register_buffer("middle", (low + high) / 2, persistent=False)
-        self.register_buffer("half_range", (high - low) / 2, persistent=False)
+        for name, bound in zip(("middle", "half_range"), action_bounds(spaces), strict=True):
+            self.register_buffer(name, bound, persistent=False)
 
     def squash(self, output: Tensor) -> Tensor:
         """Map numbers [..., k] to actions within the bounds."""

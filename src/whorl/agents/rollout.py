@@ -34,6 +34,7 @@ class Rollout:
 
     observation: [T + 1, B, d], flattened, the last after step T; fp32, or uint8 for pixels. final_observation: [T, B, d].
     action: [T, B] int64, or [T, B, k] fp32. cost: [T, B], 0 in environments without costs. The others: [T, B].
+    output: [T, B, n], only of methods that keep the second result of `act`.
     gradient: [P + 2], only of actors that compute it: of all parameters, then the loss and its count.
     """
 
@@ -45,12 +46,15 @@ class Rollout:
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     cost: NDArray[np.float32]
+    output: NDArray[np.float32] | None = None
     gradient: NDArray[np.float32] | None = None
 
 
-def rollout_spec(spaces: Spaces, n_envs: int, n_steps: int, n_parameters: int | None = None) -> Spec[Rollout]:
+def rollout_spec(
+    spaces: Spaces, n_envs: int, n_steps: int, n_parameters: int | None = None, n_outputs: int = 0
+) -> Spec[Rollout]:
     """Return the slot spec of `n_steps` steps of `n_envs` environments; with the gradient of `n_parameters`, if given."""
-    fields = step_fields(spaces)
+    fields = step_fields(spaces, n_outputs)
     fields["final_observation"] = fields["observation"]
     rows = {name: n_steps + (name == "observation") for name in fields}
     in_slot = {n: FieldSpec((rows[n], n_envs, *f.shape), f.dtype) for n, f in fields.items()}
@@ -113,6 +117,7 @@ class Actor:
         envs, method, networks, observation = self._envs, self._method, self._networks, self._observation
         n_steps, n_envs = rollout["reward"].shape
         generator = torch.Generator().manual_seed(seed)
+        method.start_rollout(networks, n_envs)
         self._exploration.start(n_steps, generator, sequence * n_steps * n_envs, self.config.steps)
         outputs, costs, steps = [], [], list[tuple[torch.Tensor, ...]]()
         for t in range(n_steps):
@@ -131,6 +136,8 @@ class Actor:
         for name, values in zip(STEP_FIELDS, zip(*steps, strict=True), strict=True):
             torch.stack(values, out=rollout[name][:n_steps])
         rollout["behaviour_log_prob"][:] = method.log_prob(networks, torch.stack(outputs), rollout["action"])
+        if "output" in rollout:
+            torch.stack(outputs, out=rollout["output"])
         rollout["cost"].copy_(torch.stack(costs)) if costs else rollout["cost"].zero_()
         if not rollout["reward"].isfinite().all():
             t, copy = (~rollout["reward"].isfinite()).nonzero()[0].tolist()

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,11 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whorl.agents.environments.environment import Environment, Transition
 from whorl.agents.environments.registration import make_env
 from whorl.agents.exploration import Exploration, VisitCounts
 from whorl.agents.methods.method import Method, MethodConfig
 from whorl.agents.methods.registration import make_method
 from whorl.agents.rollout import Actor, rollout_spec
+from whorl.errors import ConfigError
 from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing
 from whorl.tracking.seeds import derive, generator
 from whorl.train.config import CheckpointConfig
@@ -43,10 +46,11 @@ RETURN_WINDOW = 100  # number of episodes in the training return
 class TrainingProgress:
     """Progress of a run.
 
-    returns: of the last episodes that ended; metrics: of the last rollout, with seconds per phase.
+    episodes: number that ended; returns: of the last of them; metrics: of the last rollout, with seconds per phase.
     """
 
     steps: int = 0
+    episodes: int = 0
     seconds: float = 0.0
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=RETURN_WINDOW))
     metrics: dict[str, float] = field(default_factory=dict)
@@ -54,11 +58,14 @@ class TrainingProgress:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> TrainingProgress:
         """Restore progress from a checkpoint."""
-        return cls(state["steps"], state["seconds"], deque(state["returns"], RETURN_WINDOW))
+        return cls(
+            state["steps"], state.get("episodes", 0), state["seconds"], deque(state["returns"], RETURN_WINDOW)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dictionary for a checkpoint."""
-        return {"steps": self.steps, "seconds": self.seconds, "returns": list(self.returns)}
+        own = {"steps": self.steps, "episodes": self.episodes, "seconds": self.seconds}
+        return {**own, "returns": list(self.returns)}
 
     @property
     def mean_return(self) -> float:
@@ -81,7 +88,8 @@ def open_method(config: MethodConfig) -> tuple[Method, Any]:
 def train(
     config: MethodConfig, observe: Callable[[TrainingProgress, Any], None] = lambda progress, networks: None, *,
     scratch: Path | None = None, checkpoint_seconds: float = 30.0, log: Callable[[str], None] = lambda text: None,
-    heartbeat_dir: Path | None = None, checkpoint_config: CheckpointConfig | None = None,
+    heartbeat_dir: Path | None = None, checkpoint_config: CheckpointConfig | None = None, demonstrations: Any = None,
+    reward: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:  # fmt: skip
     """Train an agent to its last step, from the newest checkpoint if there is one, and return its networks.
 
@@ -93,6 +101,8 @@ def train(
         scratch: folder for checkpoints; None writes none.
         checkpoint_seconds: time between checkpoints.
         checkpoint_config: retention and remote storage.
+        demonstrations: of an expert, for methods that need them.
+        reward: of final observations [..., d], in place of the environment's; episodes keep their true returns.
         heartbeat_dir: where the heartbeat and stack traces of a stall are written; None for neither.
 
     Raises:
@@ -100,7 +110,7 @@ def train(
         ProducerError: an actor failed.
         CheckpointError: the checkpoint in `scratch` has other settings.
     """
-    task = AgentTask(config)
+    task = AgentTask(config, demonstrations, reward)
     options = RunOptions(  # on one thread: networks this small are slower on more
         scratch=scratch, checkpoint_seconds=checkpoint_seconds, checkpoint_config=checkpoint_config, threads=1,
         heartbeat_dir=heartbeat_dir,
@@ -126,9 +136,23 @@ class AgentTask(Task[Rollouts]):
         "ema": "actors act with the trained weights",
     }
 
-    def __init__(self, config: MethodConfig) -> None:
+    def __init__(
+        self,
+        config: MethodConfig,
+        demonstrations: Any = None,
+        reward: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.config, self.steps = config, config.n_rollouts
         self.method, self.networks = open_method(config)
+        check_source(config, self.method, demonstrations is not None)
+        if demonstrations is not None:
+            demonstrations.check(config, self.method.spaces)
+        self.method.demonstrations, self.reward = demonstrations, reward
+        if reward is not None and (self.method.needs_demonstrations or self.method.actors_differentiate):
+            what = (
+                f"{config.method} does not learn from rewards of the learner's process, and --reward is given"
+            )
+            raise ConfigError(what, do="leave it out, or use ppo or dqn")
         self.n_actors = max(1, config.actors)
         self.method.make_store(self.n_actors * config.n_envs)
         bonus = config.exploration.bonus
@@ -181,9 +205,12 @@ class AgentTask(Task[Rollouts]):
         for self.step in itertools.count(step):
             found = []
             for slot in itertools.islice(self.rollouts, self.config.rollouts_per_step):
-                self.progress.returns.extend(self.returns.add(slot))
+                self.progress.returns.extend(ended := self.returns.add(slot))
+                self.progress.episodes += len(ended)
                 self.progress.steps += slot.length
                 found.append({name: view.clone() for name, view in slot.tensors().items()})
+                if self.reward is not None:
+                    found[-1]["reward"] = self.reward(found[-1]["final_observation"])
                 if self.visits is not None:
                     found[-1]["reward"] += self.visits.rewards(found[-1]["final_observation"])
                 if self.method.store is not None:
@@ -238,7 +265,7 @@ def _make_reader(task: AgentTask, first: int) -> FIFOReader[Any]:
     """Return a reader of the actors' rollouts, from number `first`."""
     config, actors, board = task.config, task.actors, task.board
     size = sum(p.numel() for p in task.networks.parameters()) if task.method.actors_differentiate else None
-    spec = rollout_spec(task.method.spaces, config.n_envs, config.n_steps, size)
+    spec = rollout_spec(task.method.spaces, config.n_envs, config.n_steps, size, task.method.n_outputs)
     ring: SlotRing[Any] = SlotRing(spec, len(actors) * (1 + config.prefetch if config.actors else 1))
     # No `restarts`: a restarted actor would begin new episodes without marking the old ones as truncated. Their returns
     # would be added to those of the new episodes. A killed actor therefore ends the run.
@@ -281,15 +308,48 @@ def evaluate(
     """
     envs = make_env(config.environment, episodes)
     method = make_method(config, envs.spaces)
+    if envs.spaces.players == 2:
+        points = method.match_points(networks, episodes, seed)
+        observe(0, 0)
+        return points
+    method.start_rollout(networks, episodes)
+    act = partial(method.greedy_action, networks)
+    returns = run_episodes(envs, act, seed, max_steps=max_steps, observe=observe)
+    envs.close()
+    return returns
+
+
+def check_source(config: MethodConfig, method: Method, demonstrations: bool) -> None:
+    """Raise ConfigError if demonstrations are given to a method that does not learn from them, or lack for one that does."""
+    if method.needs_demonstrations == demonstrations:
+        return
+    what, do = "learns from rewards, and demonstrations are given", "leave out --from, or use clone"
+    if not demonstrations:
+        what = "learns from demonstrations, and none are given"
+        do = f"whorl rl train {config.method} {config.environment} --from EXPERT"
+    raise ConfigError(f"{config.method} {what}", do=do)
+
+
+def run_episodes(
+    envs: Environment, act: Callable[[Tensor], Tensor], seed: int, *, max_steps: int,
+    observe: Callable[[int, int], None] = lambda step, running: None,
+    keep: Callable[[Tensor, Tensor, Transition, Tensor], Any] = lambda *step: None,
+) -> list[float]:  # fmt: skip
+    """Return the undiscounted return of one episode of each copy; see `evaluate`.
+
+    Args:
+        act: maps observations [B, d] to actions.
+        keep: called for each step with its observations, actions and result, and with the copies [B] that still run.
+    """
     observation = envs.reset(seed).flatten(1)
-    total, running = torch.zeros(episodes), torch.ones(episodes, dtype=torch.bool)
+    total, running = torch.zeros(envs.num_envs), torch.ones(envs.num_envs, dtype=torch.bool)
     for step in range(1, max_steps + 1):
-        transition = envs.step(method.greedy_action(networks, observation))
+        transition = envs.step(action := act(observation))
+        keep(observation, action, transition, running)
         total += transition.reward * running
-        running &= ~(transition.terminated | transition.truncated)
+        running = running & ~(transition.terminated | transition.truncated)
         observation = transition.observation.flatten(1)
         observe(step, n_running := int(running.sum()))
         if not n_running:
             break
-    envs.close()
     return total.tolist()

@@ -62,7 +62,7 @@ LEARNING = changed(**LEARN, sampling={"curriculum": "variance"})
 LOCKSTEP: dict[str, Any] = {"max_policy_lag": 0, "importance": "none"}
 
 
-@pytest.mark.parametrize("algorithm", ["reinforce", "ppo", "grpo", "gspo"])
+@pytest.mark.parametrize("algorithm", ["reinforce", "ppo", "grpo", "gspo", "expert_iteration"])
 def test_algorithms_learn_reward(algorithm: str, folder: Path) -> None:
     """The reward is for a completion that starts with a digit, which is rare at first.
 
@@ -76,7 +76,7 @@ def test_algorithms_learn_reward(algorithm: str, folder: Path) -> None:
     net, history, _ = train(folder, config)
     assert np.mean([t["accuracy"] for t in history[:5]]) < 0.3
     assert np.mean([t["accuracy"] for t in history[-5:]]) > 0.7
-    assert max(t["logprob_diff_max"] for t in history) < 1e-4
+    assert max(t.get("logprob_diff_max", 0.0) for t in history) < 1e-4  # absent where no completion passed
     learnt = dict(net.named_parameters())
     assert not any(torch.equal(learnt[n], p) for n, p in before.items() if "memory" not in n)
 
@@ -144,6 +144,21 @@ def test_equal_rewards_change_nothing(folder: Path) -> None:
     net, history, _ = train(folder, verifier="exact")
     assert all(t["zero_std_groups"] == SMALL.prompts_per_step and t["grad_norm"] == 0 for t in history)
     assert same_weights(net, network())
+
+
+def test_expert_iteration_is_sft_on_passing_completions(folder: Path) -> None:
+    config = changed(algorithm="expert_iteration", steps=1, prompts_per_step=12, group_size=8)
+    _, (metrics,), (seen,) = train(folder, config)
+    batch, passed = seen.batch, seen.passed
+    assert 0 < passed.sum() < seen.rows
+    log_prob = batch["behaviour_log_prob"][batch["loss_mask"] & passed[:, None]]
+    assert metrics["loss_tokens"] == len(log_prob) and metrics["loss"] == pytest.approx(
+        -float(log_prob.mean()), rel=1e-5
+    )
+    with pytest.raises(
+        ConfigError, match=r"none of the first 12 completions passes.*\n.*\n.*fine-tune it first"
+    ):
+        train(folder, changed(algorithm="expert_iteration"), verifier="exact")
 
 
 @pytest.mark.parametrize(

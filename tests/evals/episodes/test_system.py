@@ -13,7 +13,7 @@ from tests.support.evals.backend import FakeBackend
 from tests.support.evals.fake_endpoint import FakeEndpoint
 
 from whorl.errors import WhorlError
-from whorl.evals.episodes.system import Bm25Index, SystemBackend
+from whorl.evals.episodes.system import SystemBackend
 from whorl.evals.episodes.system_config import read_system
 from whorl.evals.model.open_model import open_backend
 from whorl.evals.model.options import ModelOptions
@@ -48,17 +48,6 @@ def ask(backend: SystemBackend, *prompts: Any) -> list[Response]:
     found: dict[int, Response] = {}
     backend.respond([p if not isinstance(p, str) else GenerateRequest(p) for p in prompts], found.__setitem__)
     return [found[n] for n in range(len(prompts))]
-
-
-def test_bm25_ranks_by_rare_words() -> None:
-    index = Bm25Index(DOCUMENTS)
-    assert [n for n, _ in index.search("What is the code of the blue door?", 2)] == [1, 3]
-    assert index.search("xyzzy", 3) == [] and Bm25Index([]).search("a", 1) == []
-    # idf = ln(1 + (4 - 2 + .5) / (2 + .5)); both documents have one "grass" and 3 words; the mean is 4.5
-    [(first, a), (second, b)] = index.search("grass", 4)
-    assert (first, second) == (0, 3) and a == b == pytest.approx(
-        0.693147 / (1 + 1.2 * (0.25 + 0.75 * 3 / 4.5)), rel=1e-4
-    )
 
 
 def test_documents_come_before_the_question(tmp_path: Path) -> None:

@@ -118,6 +118,10 @@ class Pendulum(BatchedEnvironment):
     def observe(self, state: Tensor) -> Tensor:
         return torch.stack((state[0].cos(), state[0].sin(), state[1]), dim=1).float()
 
+    def state_of(self, observation: Tensor) -> Tensor:
+        cos, sin, spin = observation.double().t()
+        return torch.stack((torch.atan2(sin, cos), spin))
+
 
 class MountainCar(BatchedEnvironment):
     """Drive a weak car (left 0, coast 1, right 2) out of a valley. State: position, velocity. Reward: -1 per step."""

@@ -55,6 +55,8 @@ class Spaces:
     n_actions: number of discrete actions; None if an action is a vector.
     action_low, action_high: bounds of each dimension of a vector; may be infinite.
     has_costs: whether steps have costs, which a constraint limits.
+    trial_steps: steps of a trial, whose task is drawn with it (`trials.py`); 0 without trials.
+    players: 2 in a game whose players take turns; observation and reward are those of the player to move.
     """
 
     observation_shape: tuple[int, ...]
@@ -63,6 +65,8 @@ class Spaces:
     action_high: tuple[float, ...] = ()
     observation_dtype: torch.dtype = torch.float32
     has_costs: bool = False
+    players: int = 1
+    trial_steps: int = 0
 
     @property
     def action_size(self) -> int:
@@ -70,16 +74,21 @@ class Spaces:
         return len(self.action_low) or 1
 
 
-def step_fields(spaces: Spaces) -> dict[str, FieldSpec]:
-    """Return shape and type of the fields of one step in one environment, without `final_observation`."""
+def step_fields(spaces: Spaces, n_outputs: int = 0) -> dict[str, FieldSpec]:
+    """Return shape and type of the fields of one step in one environment, without `final_observation`.
+
+    n_outputs: see `Method`; 0 for a method that keeps none.
+    """
     number, flag = FieldSpec((), np.dtype(np.float32)), FieldSpec((), np.dtype(np.bool_))
     pixels = spaces.observation_dtype == torch.uint8
     discrete = FieldSpec((), np.dtype(np.int64))
     vector = FieldSpec((spaces.action_size,), np.dtype(np.float32))
+    output = {"output": FieldSpec((n_outputs,), np.dtype(np.float32))} if n_outputs else {}
     return {
         "observation": FieldSpec((prod(spaces.observation_shape),), np.dtype(np.uint8 if pixels else np.float32)),
         "action": discrete if spaces.n_actions is not None else vector,
         "behaviour_log_prob": number, "reward": number, "terminated": flag, "truncated": flag, "cost": number,
+        **output,
     }  # fmt: skip
 
 
@@ -148,6 +157,10 @@ class BatchedEnvironment(Environment):
     @abstractmethod
     def observe(self, state: Tensor) -> Tensor:
         """Map a state [k, B] to observations [B, ...] in fp32."""
+
+    def state_of(self, observation: Tensor) -> Tensor:
+        """Return the states [k, B] that observations [B, ...] determine, for planning."""
+        raise NotImplementedError(f"observations of {type(self).__name__} do not determine its state")
 
     def cost(self, state: Tensor) -> Tensor | None:
         """Return the costs [B] of having reached `state` [k, B]; None without costs."""

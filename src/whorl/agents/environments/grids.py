@@ -105,6 +105,18 @@ class GridWorld(BatchedEnvironment):
         )  # fmt: skip
 
 
+class DryLake(GridWorld):
+    """Walk over the frozen lake on a floor that does not slip."""
+
+    default_slip = 0.0
+
+
+class DiagonalLake(DryLake):
+    """Walk over the dry lake by diagonal moves. At a wall only the other half of a move is made."""
+
+    moves: ClassVar[Mapping[str, tuple[int, int]]] = {"↖": (-1, -1), "↙": (1, -1), "↘": (1, 1), "↗": (-1, 1)}
+
+
 class FrozenLake8x8(GridWorld):
     """Walk over a larger frozen lake, as in gymnasium's FrozenLake8x8."""
 

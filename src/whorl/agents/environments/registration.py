@@ -8,9 +8,19 @@ import torch
 
 from whorl.agents.environments.classic_control import Acrobot, CartPole, MountainCar, Pendulum
 from whorl.agents.environments.environment import BatchedEnvironment, Environment
-from whorl.agents.environments.grids import CliffWalking, CostlyGrid, DeepSea, FrozenLake8x8, GridWorld
+from whorl.agents.environments.grids import (
+    CliffWalking,
+    CostlyGrid,
+    DeepSea,
+    DiagonalLake,
+    DryLake,
+    FrozenLake8x8,
+    GridWorld,
+)
 from whorl.agents.environments.gymnasium_env import GymnasiumEnvironment
 from whorl.agents.environments.tables import Tables
+from whorl.agents.environments.trials import Bandits, DemonstratedGoalGrid, GoalGrid, HeldOutGoalGrid
+from whorl.agents.search.game import ConnectFour, TicTacToe
 from whorl.errors import ConfigError
 
 TENSOR_ENVIRONMENTS: dict[str, type[BatchedEnvironment]] = {
@@ -20,9 +30,17 @@ TENSOR_ENVIRONMENTS: dict[str, type[BatchedEnvironment]] = {
     "MountainCar-v0": MountainCar,
     "FrozenLake-v1": GridWorld,
     "FrozenLake8x8-v1": FrozenLake8x8,
+    "DryLake-v0": DryLake,
+    "DiagonalLake-v0": DiagonalLake,
     "CliffWalking-v1": CliffWalking,
     "CostlyGrid-v0": CostlyGrid,
     "DeepSea-v0": DeepSea,
+    "bandits": Bandits,
+    "GoalGrid-v0": GoalGrid,
+    "GoalGridDemo-v0": DemonstratedGoalGrid,
+    "GoalGridHeldOut-v0": HeldOutGoalGrid,
+    "tictactoe": TicTacToe,
+    "connect4": ConnectFour,
 }
 
 
@@ -31,7 +49,8 @@ def make_env(
 ) -> Environment:
     """Return `num_envs` copies of an environment by its gymnasium name, with built-in dynamics where they exist.
 
-    `DeepSea10-v0` is DeepSea of size 10. `max_episode_steps` replaces the environment's own time limit.
+    `DeepSea10-v0` is DeepSea of size 10, `GoalGrid7-v0` is GoalGrid whose goal is always the cell 7.
+    `max_episode_steps` replaces the environment's own time limit.
 
     Raises:
         ConfigError: the name is unknown, or the environment has unsupported spaces.
@@ -40,6 +59,8 @@ def make_env(
         return TENSOR_ENVIRONMENTS[name](num_envs, max_episode_steps=max_episode_steps, device=device)
     if sized := re.fullmatch(r"DeepSea(\d{1,3})-v0", name):
         return DeepSea(num_envs, size=int(sized[1]), max_episode_steps=max_episode_steps, device=device)
+    if fixed := re.fullmatch(r"GoalGrid(\d{1,3})-v0", name):
+        return GoalGrid(num_envs, goals=(int(fixed[1]),), max_episode_steps=max_episode_steps, device=device)
     limit = {} if max_episode_steps is None else {"max_episode_steps": max_episode_steps}
     return GymnasiumEnvironment(name, num_envs, **limit)
 

@@ -74,6 +74,9 @@ class Method(ABC):
 
     spaces: of the environment. store: the replay buffer of the learner's process, if the method has one.
     actions: which the method suits. needs_costs: it limits the costs of an environment.
+    needs_trials: a rollout has whole trials of the environment.
+    players: of the environment. demonstrations: of an expert, in the learner's process, if the method needs them.
+    n_outputs: numbers per step of the second result of `act` that a rollout keeps. memory: of a recurrent policy.
     without_effect: settings of a parent that it does not read.
     acted_weights: prefixes of the parameters that actors need.
     actors_differentiate: records hold the gradient of `rollout_loss`.
@@ -82,6 +85,12 @@ class Method(ABC):
     Config: ClassVar[type[MethodConfig]]
     actions: ClassVar[Literal["discrete", "vectors", "any"]] = "any"
     needs_costs: ClassVar[bool] = False
+    needs_trials: ClassVar[bool] = False
+    players: ClassVar[int] = 1
+    needs_demonstrations: ClassVar[bool] = False
+    n_outputs: int = 0
+    demonstrations: Any = None
+    memory: Any = None
     without_effect: ClassVar[tuple[str, ...]] = ()
     acted_weights: ClassVar[tuple[str, ...]] = ("",)
     actors_differentiate: ClassVar[bool] = False
@@ -100,6 +109,23 @@ class Method(ABC):
             what = f"{config.method} limits costs, and {config.environment} has none"
             expected = "an environment with costs, such as CostlyGrid-v0"
             raise ConfigError(what, expected=expected, do="use trpo or ppo")
+        if self.needs_trials and config.n_steps != spaces.trial_steps:
+            steps = spaces.trial_steps
+            found = f"trials of {steps} steps" if steps else "no trials"
+            raise ConfigError(
+                f"{config.method} with n_steps = {config.n_steps} in {config.environment}, which has {found}",
+                expected="whole trials, in an environment such as bandits or GoalGrid-v0",
+                do=f"set n_steps={steps}" if steps else "use ppo",
+            )
+        if self.players != spaces.players:
+            raise ConfigError(
+                f"{config.method} in {config.environment}, which has {spaces.players} player{'s' * (spaces.players > 1)}",
+                expected=f"an environment with {self.players}", do="`whorl rl methods` lists what each method suits",
+            )  # fmt: skip
+
+    def start_rollout(self, networks: Any, copies: int) -> None:
+        """Begin a rollout, or an evaluation, of `copies` environments without a memory of earlier steps."""
+        self.memory = None
 
     def make_store(self, copies: int) -> None:
         """Allocate the replay buffer for `copies` environments, if the method has one."""
@@ -126,6 +152,10 @@ class Method(ABC):
         """Return the best action of each observation [B, d]; by default that of the networks."""
         action: Tensor = networks.greedy_action(observation)
         return action
+
+    def match_points(self, networks: Any, games: int, seed: int) -> list[float]:
+        """Return the points of games against a fixed opponent: 1 for a win, 1/2 for a draw; of games of two players."""
+        raise NotImplementedError(f"{self.config.method} plays no games")
 
     def values(self, networks: Any, observation: Tensor) -> Tensor | None:
         """Return the values [B] of observations [B, d], for the map of a grid; None without a value of states."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from whorl.agents.environments.environment import Spaces
+from whorl.agents.imitation import IMITATION
+from whorl.agents.meta import META_METHODS
 from whorl.agents.methods.a2c import A2C
 from whorl.agents.methods.a3c import A3C
 from whorl.agents.methods.cpo import CPO
@@ -19,12 +20,15 @@ from whorl.agents.methods.ppo import PPO
 from whorl.agents.methods.reinforce import REINFORCE
 from whorl.agents.methods.sac import SAC
 from whorl.agents.methods.trpo import TRPO
+from whorl.agents.search import SEARCH_METHODS
 from whorl.errors import ConfigError, one_of, settings_error
 
 METHODS: dict[str, type[Method]] = {
     kind.Config.model_fields["method"].default: kind
-    for kind in (REINFORCE, A2C, A3C, PPO, IMPALA, TRPO, CPO, DQN, DDPG, TD3, SAC)
-}
+    for kind in (
+        REINFORCE, A2C, A3C, PPO, IMPALA, TRPO, CPO, DQN, DDPG, TD3, SAC, *IMITATION, *META_METHODS, *SEARCH_METHODS
+    )
+}  # fmt: skip
 
 # Tuned settings per environment (LOG.md has the experiments).
 _DQN = {
@@ -39,6 +43,20 @@ TUNED_OVERRIDES: dict[tuple[str, str], dict[str, Any]] = {
     ("ppo", "Pendulum-v1"): {"discount": 0.9, "learning_rate": 3e-3},
     ("dqn", "CartPole-v1"): _DQN,
     ("dqn", "Acrobot-v1"): {**_DQN, "steps": 100_000},
+    ("rl2", "bandits"): {
+        "discount": 1.0, "gae_lambda": 0.3, "learning_rate": 8e-3, "n_envs": 1000, "n_epochs": 4,
+        "steps": 1_500_000,
+    },
+    ("rl2", "GoalGrid-v0"): {
+        "n_steps": 128, "n_envs": 64, "gae_lambda": 0.9, "entropy_coef": 3e-3, "steps": 2_000_000,
+    },
+    **{(method, f"GoalGrid{kind}-v0"): {"n_steps": 26} for method in ("rl2", "one-shot") for kind in ("Demo", "HeldOut")},
+    ("alphazero", "tictactoe"): {
+        "steps": 60_000, "actors": 0, "n_envs": 64, "hidden": (32,), "capacity": 40_000, "learning_starts": 500, "n_step": 9,
+        "learning_rate": 5e-3, "updates_per_step": 0.12, "batch_size": 256, "simulations": 25, "opening_moves": 3,
+        "random_moves": 0.6, "search_value": 1.0, "opponent_simulations": 100,
+    },
+    ("gail", "Pendulum-v1"): {"discount": 0.9},
     **{(method, "Pendulum-v1"): {"hidden": (64, 64)} for method in ("ddpg", "td3", "sac")},
 }  # fmt: skip
 
@@ -55,7 +73,7 @@ def make_config(method: str, environment: str, **changes: object) -> MethodConfi
     return config_type.model_validate(settings | changes)
 
 
-def make_method(config: MethodConfig, spaces: Spaces) -> Method:
+def make_method(config: MethodConfig, spaces: Any) -> Method:
     """Return the method of these settings.
 
     Raises:

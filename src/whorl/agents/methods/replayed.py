@@ -53,7 +53,7 @@ class ReplayMethod(Method):
         Raises:
             ConfigError: it is larger than the free memory.
         """
-        fields = step_fields(self.spaces)
+        fields = step_fields(self.spaces, self.n_outputs)
         del fields["behaviour_log_prob"]
         self.store = TransitionStore(
             self.config.capacity, copies, fields, alpha=self.config.priority_exponent,

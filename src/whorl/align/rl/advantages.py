@@ -175,6 +175,8 @@ def compute_advantages(config: RLConfig, experience: Experience, state: RLState)
     """
     method, batch = resolve_method(config), experience.batch
     mask, reward = batch["loss_mask"], experience.reward.clone()
+    if method.only_passed:
+        reward = experience.passed.to(reward.dtype)
     if config.resolved_overlong_buffer:
         reward += overlong_reward(
             experience.length, config.max_completion_tokens, config.resolved_overlong_buffer
@@ -232,6 +234,23 @@ def compute_advantages(config: RLConfig, experience: Experience, state: RLState)
         streams["weight"] = to_grid(weight)
         state.metrics |= {f"importance/{name}": value for name, value in vars(ratios).items()}
     return streams
+
+
+def trained_rows(config: RLConfig, experience: Experience, record_index: int) -> Tensor:
+    """Return the rows to train on: all, or with `only_passed` those that pass.
+
+    Raises:
+        ConfigError: none of the first rollout batch passes.
+    """
+    if not resolve_method(config).only_passed:
+        return torch.arange(experience.rows)
+    if not record_index and not experience.passed.any():
+        raise ConfigError(
+            f"none of the first {experience.rows:,} completions passes: {config.algorithm} has nothing to learn from",
+            expected="a model that sometimes succeeds",
+            do="fine-tune it first (step sft), take easier tasks, or raise prompts_per_step or group_size",
+        )
+    return experience.passed.nonzero()[:, 0]
 
 
 def policy_loss_of(config: RLConfig, network: PolicyModel, state: RLState, part: MicroBatch) -> Loss:

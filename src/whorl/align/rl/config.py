@@ -19,7 +19,7 @@ ALGORITHMS = Registry(
     "algorithm",
     {
         name: f"whorl.objectives.llm_policy:{name.upper()}"
-        for name in ("reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo")
+        for name in ("reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "expert_iteration")
     },
 )
 
@@ -151,8 +151,8 @@ class RLConfig(StageConfig):
 
     algorithm: Annotated[str, AfterValidator(ALGORITHMS.check)] = Field(
         default="grpo",
-        description="reinforce, rloo, ppo, grpo, dr_grpo, dapo, gspo, or module:attribute of a PolicyLossConfig or of a "
-        "function like policy_loss",
+        description="reinforce, rloo, ppo, grpo, dr_grpo, dapo, gspo, expert_iteration, or module:attribute of a "
+        "PolicyLossConfig or of a function like policy_loss",
     )
     environment: EnvironmentField | None = Field(
         default=None,
@@ -177,7 +177,7 @@ class RLConfig(StageConfig):
     @model_validator(mode="after")
     def _possible(self) -> RLConfig:
         alone = (
-            self.algorithm in ("reinforce", "ppo")
+            self.algorithm in ("reinforce", "ppo", "expert_iteration")
             if self.loss.baseline is None
             else self.loss.baseline in ("none", "batch", "running")
         )
@@ -186,7 +186,9 @@ class RLConfig(StageConfig):
                 f"group_size is {self.group_size}: {self.loss.baseline or self.algorithm} compares the completions of one "
                 "task and needs at least 2"
             )
-        ratio = self.loss.ratio or ("none" if self.algorithm in ("reinforce", "rloo") else "token")
+        ratio = self.loss.ratio or (
+            "none" if self.algorithm in ("reinforce", "rloo", "expert_iteration") else "token"
+        )
         if ratio == "none" and (self.update.clip or self.loss.dual_clip):
             raise ValueError(
                 f"{'update.clip' if self.update.clip else 'loss.dual_clip'} is set, but {self.algorithm} has no ratio to "

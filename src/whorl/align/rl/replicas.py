@@ -130,9 +130,9 @@ class ReplicaGroup:
         """
         if isinstance(self.process_group, DistributedGroup):
             own = {name: tensor[rows] for name, tensor in into.items()}
-            for their_rows, theirs in self.process_group.all_gather_objects((rows, own)):
+            for indices, values in self.process_group.all_gather_objects((rows, own)):
                 for name, tensor in into.items():
-                    tensor[their_rows] = theirs[name]
+                    tensor[indices] = values[name]
             return
         views = {
             name: self.buffers[name] if tensor.dim() == 1 else self.buffers[name][:, : tensor.shape[1]]

@@ -32,7 +32,13 @@ from torch import Tensor
 
 from whorl.align.model.batch import micro_batches, sort_by_group
 from whorl.align.model.policy_model import MIN_TIMED_FLOPS, PolicyModel
-from whorl.align.rl.advantages import RLState, check_method, compute_advantages, policy_loss_of
+from whorl.align.rl.advantages import (
+    RLState,
+    check_method,
+    compute_advantages,
+    policy_loss_of,
+    trained_rows,
+)
 from whorl.align.rl.config import RLConfig
 from whorl.align.rl.experience import Experience, read_rollouts, rollout_metrics
 from whorl.align.rl.replicas import ReplicaGroup, choose_rl_replicas, flops_within
@@ -320,10 +326,13 @@ def rollout_minibatches(
     if reference is not None:
         batch["reference_log_prob"] = _score_sharded(reference, batch, replicas, "reference_")["log_prob"]
     batch |= compute_advantages(config, experience, state)
+    trained = trained_rows(config, experience, record_index)
     rng = generator(config.seed, "minibatches", record_index)
     for _ in range(config.update.epochs):
-        order = torch.randperm(experience.rows, generator=rng)
+        order = trained[torch.randperm(len(trained), generator=rng)]
         for chosen in order.tensor_split(config.update.minibatches):
+            if len(chosen) < replicas.process_group.size:
+                continue
             rows = replicas.shard_rows(sort_by_group({name: t[chosen] for name, t in batch.items()}))
             yield list(micro_batches(rows, micro_batch_rows(config, rows)))
             state.expect_version(None)

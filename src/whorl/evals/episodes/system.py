@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from collections import Counter, defaultdict
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,9 @@ from whorl.evals.model.requests import (
 from whorl.evals.tasks.records import read_records
 from whorl.evals.tasks.template import Template
 from whorl.registry import Registry
+from whorl.search.analysis import LANGUAGE
+from whorl.search.documents import Passage, SearchDocument, SearchQuery
+from whorl.search.index import Index, open_index
 
 GUARDS = Registry("guard", {})
 NOT_IN_ADDRESS = {
@@ -57,8 +60,6 @@ NOT_IN_ADDRESS = {
     "concurrency",
 }  # no answer depends on them
 Guard = Callable[[str], str]
-K1, B = 1.2, 0.75
-_WORD = re.compile(r"\w+")
 
 
 class SystemBackend:
@@ -74,12 +75,13 @@ class SystemBackend:
     def __init__(self, model: ModelBackend, config: SystemConfig) -> None:
         self.model, self.config = model, config
         self.name, self.max_length = config.name, model.max_length
-        self._index: Bm25Index | None = None
+        self._index: Index | None = None
         settings = config.model_dump(mode="json", exclude=NOT_IN_ADDRESS)
         if config.retrieval is not None:
             documents = _documents(config)
-            self._index = Bm25Index(documents)
+            self._index = self._build_index(documents)
             self._prompt = Template(config.retrieval.template, "retrieval.template")
+            settings["retrieval"]["analysis"] = LANGUAGE
             settings["retrieval"]["documents"] = hashlib.sha256(
                 "\0".join(documents).encode("utf-8", "replace")
             ).hexdigest()
@@ -88,6 +90,13 @@ class SystemBackend:
             self._check = GUARDS.get(config.guard.check, named_by=f"system {config.name}: guard.check")
         self.address = extend_address(model.address, {"system": settings})
         self.n_blocked = 0
+
+    def _build_index(self, documents: Sequence[str]) -> Index:
+        """Return an index of the documents, in a folder that is removed with this object."""
+        self._folder = tempfile.TemporaryDirectory(prefix="whorl-system-")
+        with closing(open_index(self._folder.name, writable=True)) as index:
+            index.write([SearchDocument(str(n), n, [Passage(0, text)]) for n, text in enumerate(documents)])
+        return open_index(self._folder.name)
 
     def respond(self, requests: Sequence[Request], on_response: Callable[[int, Response], None]) -> None:
         """See `ModelBackend`. A system has no log-probabilities: such requests are missing."""
@@ -118,7 +127,8 @@ class SystemBackend:
         config = self.config
         if self._index is not None and config.retrieval is not None:
             question = str(messages[-1]["content"])
-            found = [self._index.documents[n] for n, _ in self._index.search(question, config.retrieval.k)]
+            query = SearchQuery(question, config.retrieval.k, "text", marks=False)
+            found = [hit.text for hit in self._index.search(query).hits]
             if found:
                 shown = "\n\n".join(text[: config.retrieval.max_characters] for text in found)
                 prompt = self._prompt({"documents": shown, "question": question}, self.name)
@@ -216,41 +226,3 @@ def _documents(config: SystemConfig) -> list[str]:
             )  # fmt: skip
         found.append(text)
     return found
-
-
-class Bm25Index:
-    """An index of documents in memory, by BM25 over words. documents: texts.
-
-        score(d) = sum over words w of the question of  idf(w) f / (f + k1 (1 - b + b |d| / mean |d|))
-        idf(w)   = ln(1 + (N - n_w + 1/2) / (n_w + 1/2)),   n_w = documents with w, f = count of w in d
-
-    k1 = 1.2 and b = 0.75, after Robertson and Zaragoza 2009, doi:10.1561/1500000019, section 3. Documents of equal score
-    keep their order.
-    """
-
-    def __init__(self, documents: Sequence[str]) -> None:
-        self.documents = list(documents)
-        self._postings: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        lengths = []
-        for number, text in enumerate(self.documents):
-            words = _words(text)
-            lengths.append(len(words))
-            for word, n in Counter(words).items():
-                self._postings[word].append((number, n))
-        mean = sum(lengths) / max(1, len(lengths)) or 1.0
-        self._norms = [K1 * (1 - B + B * n / mean) for n in lengths]
-
-    def search(self, question: str, k: int) -> list[tuple[int, float]]:
-        """Return (number, score) of the k best documents that share a word with the question, the best first."""
-        scores: dict[int, float] = defaultdict(float)
-        n_documents = len(self.documents)
-        for word in dict.fromkeys(_words(question)):
-            postings = self._postings.get(word, [])
-            idf = math.log(1 + (n_documents - len(postings) + 0.5) / (len(postings) + 0.5))
-            for number, n in postings:
-                scores[number] += idf * n / (n + self._norms[number])
-        return sorted(scores.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())

@@ -10,6 +10,7 @@
     refusal                     refusal.py          compliance with harmless prompts, refusal of harmful ones
     safety                      evals.safety        the same under transformations, if the answer is about the request
     facts                       evals.suites        a known fact, or the statement that it is unknown
+    cited                       evals.suites        a fact of the sources, and the number of the one that states it
     repetition                  repetition.py       distinct n-grams and repeated lines
     reasoning_gym               evals.suites        an item of reasoning-gym is solved, by the package's own scorer
     custom:MODULE:FUNCTION      custom.py           a user's function, in a separate process, outside the sandbox
@@ -65,6 +66,7 @@ GRADERS = Registry(
         "refusal": "whorl.evals.grading.refusal:refusal",
         "safety": "whorl.evals.safety.metric:safety",
         "facts": "whorl.evals.suites.side_effects:facts",
+        "cited": "whorl.evals.suites.cited_sources:cited",
         "repetition": "whorl.evals.grading.repetition:repetition",
         "reasoning_gym": "whorl.evals.suites.reasoning_gym:solved",
     },
@@ -74,6 +76,7 @@ PASS_CRITERIA = {
     "numeric": "the number equals the expected one",
     "choice": "the chosen letter is the expected one",
     "format": "the text has the required form",
+    "cited": "the answer has the fact, and cites the source that states it",
     "compiles": "the code parses and has an effect, right or wrong",
     "doctest": "the examples of the docstring give the expected output",
     "unittest": "all tests of the task succeed",

@@ -50,6 +50,10 @@ SCORES: Mapping[str, Mapping[str, Metric]] = {
         "correct": Metric("facts of the prompt"),
         "over_refusal": Metric("refusals of questions that the prompt answers", higher_is_better=False),
     },
+    "cited": {
+        "correct": Metric("answers with the fact"),
+        "cited": Metric("correct answers that cite the right source, and no other"),
+    },
     "grid": {
         "grid": Metric("all grids are equal to the gold ones"),
         "grid_cells": Metric("equal cells"),

@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
+
 from whorl.data.record_fields import Messages
 from whorl.errors import ConfigError
 from whorl.tracking.seeds import numpy_rng
@@ -73,6 +75,7 @@ STATEMENTS: Mapping[str, Sequence[str]] = {
     "profession": ("{name} works as {a} {it}.", "By profession, {name} is {a} {it}.", "{name} earns a living as {a} {it}."),
     "instrument": ("{name} plays the {it}.", "{name}'s instrument is the {it}.", "At home, {name} practises the {it}."),
 }  # fmt: skip
+N_NAMES = len(FIRST) * len(ONSETS) * len(CODAS)
 QUESTIONS: Mapping[str, Sequence[str]] = {
     "city": ("In which city was {name} born?", "Where does {name} come from?"),
     "year": ("In which year was {name} born?", "What is {name}'s year of birth?"),
@@ -109,7 +112,7 @@ class Biographies:
     """A population.
 
     Args:
-        n: number of people, at most `len(FIRST) * len(ONSETS) * len(CODAS)` (36,250).
+        n: number of people, at most N_NAMES (36,250).
         seed: of all random choices.
         fractions: group -> fraction of the people; they sum to 1.
 
@@ -122,16 +125,15 @@ class Biographies:
     def __init__(
         self, n: int, seed: int = 0, fractions: Mapping[PersonGroup, float] = GROUP_FRACTIONS
     ) -> None:
-        n_names = len(FIRST) * len(ONSETS) * len(CODAS)
-        if not 0 < n <= n_names:
-            raise ConfigError(f"n is {n}", expected=f"1 to {n_names}, the number of names")
+        if not 0 < n <= N_NAMES:
+            raise ConfigError(f"n is {n}", expected=f"1 to {N_NAMES}, the number of names")
         unknown = [group for group in fractions if group not in GROUPS]
         if unknown or min(fractions.values(), default=0) < 0 or abs(sum(fractions.values()) - 1) > 1e-9:
             raise ConfigError(
                 f"fractions are {dict(fractions)}", expected=f"fractions of {', '.join(GROUPS)} that sum to 1"
             )
         self.seed = seed
-        names = numpy_rng(seed, "biographies", "names").permutation(n_names)[:n].tolist()
+        names = numpy_rng(seed, "biographies", "names").permutation(N_NAMES)[:n].tolist()
         places = numpy_rng(seed, "biographies", "groups").permutation(n)
         facts = numpy_rng(seed, "biographies", "facts").integers(0, 2**31, size=(n, len(ATTRIBUTES))).tolist()
         upto, bounds = 0.0, list[tuple[int, PersonGroup]]()
@@ -142,7 +144,7 @@ class Biographies:
         for name, place, drawn in zip(names, places.tolist(), facts, strict=True):
             group = next(g for bound, g in bounds if place < bound)
             values = {a: v[d % len(v)] for (a, v), d in zip(ATTRIBUTES.items(), drawn, strict=True)}
-            people.append(Person(_name(name), group, {} if group.startswith("stranger") else values))
+            people.append(Person(person_name(name), group, {} if group.startswith("stranger") else values))
         self.people = tuple(people)
 
     def texts(self, copies: int = 4) -> list[tuple[str, str]]:
@@ -153,12 +155,7 @@ class Biographies:
                 continue
             for copy in range(copies):
                 rng = numpy_rng(self.seed, "biographies", "text", person.name, copy)
-                sentences = [
-                    STATEMENTS[attribute][int(rng.integers(len(STATEMENTS[attribute])))].format(
-                        name=person.name, it=value, a="an" if value[0] in "aeiou" else "a"
-                    )
-                    for attribute, value in person.facts.items()
-                ]
+                sentences = [statement(rng, person.name, *fact) for fact in person.facts.items()]
                 order = rng.permutation(len(sentences)).tolist()
                 texts.append((f"biography:{person.name}:{copy}", " ".join(sentences[i] for i in order)))
         shuffle = numpy_rng(self.seed, "biographies", "order").permutation(len(texts)).tolist()
@@ -183,7 +180,15 @@ class Biographies:
         return [found[i] for i in order.tolist()]
 
 
-def _name(number: int) -> str:
+def statement(rng: np.random.Generator | None, name: str, attribute: str, value: str) -> str:
+    """Return a sentence that states a fact, phrased at random; in its first phrasing without `rng`."""
+    phrasings = STATEMENTS[attribute]
+    text = phrasings[0 if rng is None else int(rng.integers(len(phrasings)))]
+    return text.format(name=name, it=value, a="an" if value[0] in "aeiou" else "a")
+
+
+def person_name(number: int) -> str:
+    """Return a name by its number, below N_NAMES; numbers that differ by the first name alone are neighbours."""
     rest, first = divmod(number, len(FIRST))
     coda, onset = divmod(rest, len(ONSETS))
     return f"{FIRST[first]} {ONSETS[onset]}{CODAS[coda]}"

@@ -45,6 +45,7 @@ SUITES = Registry(
         "jailbreak": "whorl.evals.suites.safety:jailbreak_suite",
         "probes": "whorl.evals.suites.probes:probes_suite",
         "side-effects": "whorl.evals.suites.side_effects:side_effects_suite",
+        "sources": "whorl.evals.suites.cited_sources:sources_suite",
         "reasoning-gym": "whorl.evals.suites.reasoning_gym:reasoning_gym_suite",
     },
 )
@@ -55,6 +56,7 @@ ABOUT: Mapping[str, str] = {
     "jailbreak": "the same requests under role play, encodings and other transformations",
     "probes": "induction, recall, copying, sorting, brackets, arithmetic and state tracking, by difficulty",
     "side-effects": "forgetting, exposure bias, and answers about people who do not exist",
+    "sources": "made-up facts from numbered sources, with the right citation; and the same questions without sources",
     "reasoning-gym": "algebra, games, logic and further families of the package reasoning-gym",
 }
 
