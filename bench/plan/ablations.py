@@ -27,9 +27,9 @@ from bench.plan._tiny_store import cache_folder, open_store
 from bench.plan.scaling_sweep import SilentCallback, token_set, validation_bits
 
 from whorl.machine.device_probe import probe
-from whorl.plan.cost import decoder_config, training_cost
+from whorl.plan.accounting.model_cost import decoder_config, training_cost
+from whorl.plan.laws.law import fitted_law
 from whorl.plan.planner import LONG_RATIO
-from whorl.plan.scaling_law import expected_bits_per_byte
 from whorl.tokens.shards import TokenSet
 from whorl.train.job import Job
 from whorl.train.lm.pretrain import pretrain
@@ -121,10 +121,9 @@ def main() -> None:
             steps * 8 * SEQ_LEN * split.n_bytes / len(split),
         )
         less = seen * cost["defaults"] / cost[name]
-        law = expected_bits_per_byte(size, less, m.vocab_size) / expected_bits_per_byte(
-            size, seen, m.vocab_size
-        )
-        return statistics.mean(bits_by_variant[name]) * law
+        expected = fitted_law().loss
+        law = expected(size, less, m.vocab_size) / expected(size, seen, m.vocab_size)
+        return statistics.mean(bits_by_variant[name]) * float(law)
 
     means = {name: at_equal_time(name) for name in bits_by_variant}
     best = min((n for n in means if n != "defaults"), key=means.__getitem__)

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ from whorl.corpus import Corpus
 from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
 from whorl.models import Transformer
-from whorl.plan.cost import decoder_config, training_cost
-from whorl.plan.scaling_law import ScalingLaw, expected_bits_per_byte
+from whorl.plan.accounting.model_cost import decoder_config, training_cost
+from whorl.plan.laws.law import ScalingLaw, fitted_law
 from whorl.store import Store
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ RUNS = [
     (192, 4, 4096, 1500), (256, 4, 1024, 3000), (256, 4, 2048, 1500),
 ]  # fmt: skip
 SMOKE_RUNS = [(64, 2, 320, 4), (64, 2, 512, 4)]
-LAW_FILE = ROOT / "src" / "whorl" / "plan" / "scaling_law.json"
+LAW_FILE = ROOT / "src" / "whorl" / "plan" / "laws" / "scaling_law.json"
 WINDOW = sized(512, 64)  # tokens, of the evaluation
 
 
@@ -134,7 +135,7 @@ def run(
 def fit(runs: list[dict]) -> ScalingLaw:
     """Least squares in the logarithm, from many starts."""
     best, best_error = None, math.inf
-    names = list(ScalingLaw.__dataclass_fields__)
+    names = [*ScalingLaw.__dataclass_fields__][:7]
     target = torch.tensor([math.log(r["bits_per_byte"]) for r in runs], dtype=torch.float64)
     size = torch.tensor([r["matrices"] / 1e6 for r in runs], dtype=torch.float64)
     data = torch.tensor([r["bytes"] / 1e6 for r in runs], dtype=torch.float64)
@@ -155,7 +156,7 @@ def fit(runs: list[dict]) -> ScalingLaw:
         if (value := float(error().detach())) < best_error:
             best, best_error = dict(zip(names, x.exp().tolist(), strict=True)), value
     assert best is not None
-    return ScalingLaw(**best)
+    return replace(fitted_law(), **best)
 
 
 def _closure(optimizer: torch.optim.Optimizer, error: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -195,10 +196,10 @@ def main() -> None:
         done += [run for run in stored if "source" in run]
     law = fit(done)
     errors = [
-        abs(expected_bits_per_byte(r["matrices"], r["bytes"], r["vocabulary"], law) / r["bits_per_byte"] - 1)
+        float(abs(law.loss(r["matrices"], r["bytes"], r["vocabulary"]) / r["bits_per_byte"] - 1))
         for r in done
     ]
-    rounded = {name: round(value, 4) for name, value in vars(law).items()}
+    rounded = {name: round(value, 4) for name, value in [*vars(law).items()][:7]}
     if not a.quick:
         path = a.cache / LAW_FILE.name if smoke() else LAW_FILE
         path.write_text(json.dumps({"law": rounded, "runs": done}, indent=1) + "\n")

@@ -10,9 +10,10 @@ from tests.plan.test_plan import MACHINE, fake_timing
 
 from whorl.machine.budget import Budget
 from whorl.plan import planner
+from whorl.plan.accounting.model_cost import decoder_config, training_cost
 from whorl.plan.config import PlanConfig
-from whorl.plan.cost import decoder_config, training_cost
 from whorl.plan.ladder import Candidate, StepTimes, best_candidate, ladder, rank
+from whorl.plan.laws.law import fitted_law
 from whorl.tracking.progress import Progress
 
 __all__ = ["fake_timing"]
@@ -75,7 +76,7 @@ def test_flops_of_a_vocabulary_are_those_of_the_network() -> None:
     }
     shape, tokens = (96, 3), 8 * 256
     times = StepTimes({shape: cost[1024].token_flops * tokens}, lambda width, depth: 1.0, 1e9)
-    found = rank(config, Budget(flops=1e14), 10**7, {shape: cost[1024]}, times)
+    found = rank(config, Budget(flops=1e14), 10**7, {shape: cost[1024]}, times, fitted_law())
     (candidate,) = [c for c in found if c.model.vocab_size == 4096]
     assert candidate.steps == int(1e14 / (cost[4096].token_flops * tokens))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,11 @@ from whorl.machine.device_probe import Machine
 from whorl.models import TransformerConfig
 from whorl.models.transformer_config import AttentionConfig
 from whorl.plan import expected, planner
+from whorl.plan.accounting.model_cost import decoder_config, training_cost
 from whorl.plan.config import PlanConfig
-from whorl.plan.cost import decoder_config, training_cost
 from whorl.plan.forecast import RunInputs, forecast
-from whorl.plan.scaling_law import expected_bits_per_byte, fitted_law
-from whorl.plan.training_plan import TrainingPlan
+from whorl.plan.laws.law import fitted_law
+from whorl.plan.training_plan import Evidence, TrainingPlan
 from whorl.recipes import load_recipe
 from whorl.recipes.steps.pretrain.plan import with_first_step
 from whorl.report.training import plan_table
@@ -50,8 +51,9 @@ def forbid_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "time_steps", lambda *_, **__: pytest.fail("timed"))
 
 
-def plan(machine: Machine = MACHINE, **config: object) -> TrainingPlan:
-    return planner.make_plan(PlanConfig.model_validate(config), machine, 30_000_000, Progress.silent())
+def plan(machine: Machine = MACHINE, measure: Any = None, **config: object) -> TrainingPlan:
+    settings = PlanConfig.model_validate(config)
+    return planner.make_plan(settings, machine, 30_000_000, Progress.silent(), Evidence(probe=measure))
 
 
 def test_plan_fills_time_budget() -> None:
@@ -86,7 +88,7 @@ def test_expected_loss_names_the_text_of_the_law() -> None:
     (line,) = [line for line in made.arithmetic if "bits per byte" in line]
     assert f"about {made.expected['bits_per_byte']:.2f} bits" in line
     assert "like Python's standard library" in line and "other text may differ" in line
-    assert plan_table(made.expected).rows[-1][0].endswith("planned as for Python code")
+    assert plan_table(made.expected).rows[-1][0] == "bits per byte, test files"
     other = plan(budget="5m", model=LLAMA)  # the law does not hold for it
     assert "bits_per_byte" not in other.expected and "bits per byte" not in "".join(other.arithmetic)
 
@@ -262,12 +264,25 @@ def test_plan_deterministic_times_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert (forced.dtype, forced.compile, forced.replicas) == ("bfloat16", True, 2)
     with pytest.raises(ValueError, match=r"a budget of 300s needs timing(.|\n)*--budget 1e14flops"):
         plan(deterministic=True)
-    with pytest.raises(BudgetError, match=r"give at least --budget 3e\+11flops|--budget 3\.\de\+11flops"):
-        plan(budget="1000flops", deterministic=True)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_least_budget_of_flops_is_named_before_anything_is_timed(
+    monkeypatch, deterministic: bool
+) -> None:
+    with monkeypatch.context() as patched:
+        forbid_timing(patched)
+        with pytest.raises(BudgetError, match="buys 0 steps of the smallest model") as caught:
+            plan(budget="1000flops", deterministic=deterministic)
+        least = re.search(r"give at least --budget (\S+)flops", str(caught.value))
+        assert least is not None
+        with pytest.raises(BudgetError):
+            plan(budget=f"{0.9 * float(least[1])}flops", deterministic=deterministic)
+    assert plan(budget=f"{least[1]}flops", deterministic=deterministic).job.steps >= planner.MIN_STEPS
 
 
 def test_scaling_law_is_monotone_with_optimal_vocabulary() -> None:
-    bits, best = expected_bits_per_byte, fitted_law().optimal_vocab * 3**0.5
+    bits, best = fitted_law().loss, fitted_law().optimal_vocab * 3**0.5
     assert bits(2e6, 2e7, 1024) < bits(1e6, 2e7, 1024) < bits(1e6, 1e7, 1024)
     assert all(bits(3e6, 2e7, round(best)) < bits(3e6, 2e7, round(best * off)) for off in (4, 1 / 4))
 

@@ -56,7 +56,8 @@ class ClusterSpec(BaseModel):
         try:
             return cls.model_validate(tomllib.loads(path.read_text("utf-8")))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: {error}", expected="a TOML file that describes a cluster") from error
+            what = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{path}: {what}", expected="a TOML file that describes a cluster") from error
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(

@@ -5,29 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from whorl.errors import BudgetError
+from whorl.machine.budget import Budget
 from whorl.machine.device_probe import Machine
+from whorl.plan.accounting.model_cost import TrainingCost, training_cost
 from whorl.plan.config import PlanConfig
-from whorl.plan.cost import TrainingCost, training_cost
+from whorl.plan.dial.prediction import predict
+from whorl.plan.dial.probe import Probe
 from whorl.plan.ladder import Candidate
-from whorl.plan.scaling_law import bytes_per_token, effective_bytes, expected_bits_per_byte
+from whorl.plan.laws.law import ScalingLaw, bytes_per_token
 from whorl.plan.training_plan import TrainingPlan
 from whorl.train.job import Job, first_long_step, last_rows
 from whorl.train.profiling.step_timer import StepTiming
 
 # Evaluation, samples, statistics and checkpoints, relative to steps; 0.056 in a quickstart.
 LOOP_OVERHEAD = 0.055
+LOADER_BYTES = 0.28e9  # of a replica's process that reads batches, which a timing does not start; measured
 MAX_USEFUL_EPOCHS = 4  # up to here repeated text is nearly worth new text (arXiv:2305.16264)
 
 
 def build_plan(
-    config: PlanConfig,
-    machine: Machine,
-    job: Job,
-    corpus_bytes: int,
-    timing: StepTiming | None,
-    candidates: list[Candidate],
-) -> TrainingPlan:
-    """Return the plan of a job with its expected figures; candidates: of the planner, of which the best twelve are listed.
+    config: PlanConfig, machine: Machine, job: Job, corpus_bytes: int, timing: StepTiming | None,
+    candidates: list[Candidate], law: ScalingLaw, probe: Probe | None = None,
+) -> TrainingPlan:  # fmt: skip
+    """Return the plan of a job with its expected figures.
+
+    candidates: of the planner, of which the best twelve are listed. probe: corrects the law.
 
     Raises:
         BudgetError: weights and optimizer state alone exceed the memory.
@@ -54,6 +56,8 @@ def build_plan(
         "activation_bytes": at_end.activation_bytes,
     }
     if timing is not None:
+        if timing.memory_bytes:
+            expected["memory_bytes"] = timing.memory_bytes + LOADER_BYTES * job.replicas
         expected |= {"compile_seconds": timing.compile_seconds, "startup_seconds": timing.startup_seconds}
         step_seconds = timing.mean_step_seconds(job.long_ratio)
         expected["seconds"] = timing.startup_seconds + job.steps * step_seconds * (1 + LOOP_OVERHEAD)
@@ -70,37 +74,34 @@ def build_plan(
         f"{job.dtype}, {'compiled' if job.compile else 'not compiled'}",
         f"steps: {job.steps:,}; tokens: {tokens:,} = {expected['epochs']:.2f} epochs of {corpus_bytes / 1e6:.1f} MB "
         f"at about {per_token:.2f} bytes per token",
-        f"memory: {at_end.peak_memory_bytes / 1e9:.2f} GB expected peak, {at_end.activation_bytes / 1e9:.2f} GB of it "
+        f"memory: {expected['memory_bytes'] / 1e9:.2f} GB expected peak, {at_end.activation_bytes / 1e9:.2f} GB of it "
         "activations (pretrain.run.activation_budget or pretrain.train.micro_batch_size lower them)",
     ]
     if expected["epochs"] > MAX_USEFUL_EPOCHS:
+        smaller = Budget.parse(config.budget).scaled(MAX_USEFUL_EPOCHS / expected["epochs"])
+        instead = f"or --budget {smaller}" if config.steps is None else "or fewer plan.steps"
         lines.append(
             f"warning: the text is read {expected['epochs']:.0f} times, and repeated text is worth little beyond "
-            f"{MAX_USEFUL_EPOCHS} (Muennighoff et al. 2023); give more text or a "
-            f"{expected['epochs'] / MAX_USEFUL_EPOCHS:.0f} times smaller budget"
+            f"{MAX_USEFUL_EPOCHS} (Muennighoff et al. 2023); give {tokens * per_token / MAX_USEFUL_EPOCHS / 1e6:.0f} MB of "
+            f"text, {instead}"
         )
     lines += _row_and_time_lines(config, machine, job, timing, expected)
     if config.model is None:  # the law is that of the planner's own shapes
-        effective = effective_bytes(tokens * per_token, max(1, corpus_bytes))
-        expected["bits_per_byte"] = expected_bits_per_byte(cost.block_params, effective, model.vocab_size)
-        lines.append(
-            f"expected: about {expected['bits_per_byte']:.2f} bits per byte on whole held-out files, as `evaluate` reads "
-            "them, if the text is like Python's standard library, to which the law is fitted; other text may "
-            "differ by half and more (docs/plan.md)"
-        )
+        others = (
+            [] if config.serve_tokens else candidates
+        )  # the choice with tokens to serve is not by the loss alone
+        predicted = predict(job, corpus_bytes, law, probe, others)
+        expected |= predicted.figures
+        lines = [*predicted.warning, *lines, *predicted.lines]
     ranked = sorted(candidates, key=lambda c: c.bits_per_byte)[:12]
     table: list[dict[str, Any]] = [
-        {
-            "d_model": c.model.d_model,
-            "n_layers": c.model.n_layers,
-            "vocab_size": c.model.vocab_size,
-            "step_seconds": c.step_seconds,
-            "steps": c.steps,
-            "bits_per_byte": c.bits_per_byte,
-        }
+        {**c.model.model_dump(include={"d_model", "n_layers", "vocab_size"}), "step_seconds": c.step_seconds,
+         "steps": c.steps, "bits_per_byte": c.bits_per_byte}
         for c in ranked
-    ]
-    return TrainingPlan(job=job, budget=config.budget, expected=expected, arithmetic=lines, candidates=table)
+    ]  # fmt: skip
+    return TrainingPlan(
+        job=job, budget=config.budget, expected=expected, arithmetic=lines, candidates=table, probe=probe
+    )
 
 
 def _row_and_time_lines(

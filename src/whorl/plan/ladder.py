@@ -2,7 +2,7 @@
 
 Widths are powers of two and the widths half-way between them: 64, 96, 128, 192, 256, 384, ... Each has two depths: a layer
 per 64 of width (but 2 layers at width 64, and 3 up to width 192), and half as many layers more. Heads are 64 wide, or 32
-where 64 does not divide the width (`cost.decoder_config`). The ladder has no end; memory and budget bound it.
+where 64 does not divide the width (`decoder_config`). The ladder has no end; memory and budget bound it.
 
 The time of a step is linear in the number of layers: t = a + b x layers. So two timings of shallow networks give all
 depths of a width. A width without timings has the FLOP/s of the nearest width that has them. Small networks reach fewer
@@ -20,13 +20,14 @@ from dataclasses import dataclass
 
 from whorl.machine.budget import Budget
 from whorl.models import TransformerConfig
+from whorl.plan.accounting.model_cost import TrainingCost, decoder_config
 from whorl.plan.config import PlanConfig
-from whorl.plan.cost import TrainingCost, decoder_config
-from whorl.plan.scaling_law import bytes_per_token, effective_bytes, expected_bits_per_byte
+from whorl.plan.laws.law import ScalingLaw, bytes_per_token, effective_bytes
 
 Shape = tuple[int, int]  # width, depth
 TIMED_DEPTHS = (1, 3)
 TIE = 0.005  # relative difference of expected bits per byte; the law errs by up to 0.03
+SAME = 0.001  # relative difference of two costs over a life that is none
 VOCAB_SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 
 
@@ -100,15 +101,13 @@ class Candidate:
     step_seconds: float
     steps: int
     bits_per_byte: float
+    block_params: int = 0
 
 
 def rank(
-    config: PlanConfig,
-    budget: Budget,
-    corpus_bytes: int,
-    costs: Mapping[Shape, TrainingCost],
-    times: StepTimes,
-) -> list[Candidate]:
+    config: PlanConfig, budget: Budget, corpus_bytes: int, costs: Mapping[Shape, TrainingCost], times: StepTimes,
+    law: ScalingLaw,
+) -> list[Candidate]:  # fmt: skip
     """Return every shape with every vocabulary and its expected result."""
     found: list[Candidate] = []
     timed_vocabulary = config.vocab_size or 1024
@@ -123,8 +122,8 @@ def rank(
             seen = max(1, steps) * tokens * bytes_per_token(vocabulary)
             # A repeated epoch is worth less than new text (Muennighoff et al. 2023, arXiv:2305.16264, eq. 5).
             effective = effective_bytes(seen, corpus_bytes)
-            bits = expected_bits_per_byte(cost.block_params, effective, vocabulary)
-            found.append(Candidate(model, step, steps, bits))
+            bits = float(law.loss(cost.block_params, effective, vocabulary))
+            found.append(Candidate(model, step, steps, bits, cost.block_params))
     return found
 
 
@@ -137,3 +136,40 @@ def best_candidate(found: Sequence[Candidate]) -> Candidate:
     lowest = min(c.bits_per_byte for c in found)
     tied = [c for c in found if c.bits_per_byte <= lowest * (1 + TIE)]
     return min(tied, key=lambda c: (-c.model.vocab_size, c.bits_per_byte))
+
+
+def choose_candidate(
+    config: PlanConfig, budget: Budget, corpus_bytes: int, costs: Mapping[Shape, TrainingCost], times: StepTimes,
+    law: ScalingLaw,
+) -> tuple[list[Candidate], Candidate]:  # fmt: skip
+    """Return all candidates, and the best one; with tokens to serve, the one that is best over its life.
+
+    A served token takes a third of a trained one (2 N of 6 N FLOPs). Best is the smallest candidate whose loss no other
+    reaches in less time of training and serving together (Sardana et al. 2024, arXiv:2401.00448, eq. 3).
+    """
+    found = rank(config, budget, corpus_bytes, costs, times, law)
+    step_tokens = config.data.batch_size * config.data.seq_len
+    served = config.serve_tokens / step_tokens / 3  # in steps
+    if not served:
+        return found, best_candidate(found)
+
+    def life(c: Candidate, bits: float) -> float:
+        rest = bits - law.loss(c.block_params, math.inf, c.model.vocab_size)
+        if rest <= 0:
+            return math.inf
+        read = law.data_unit * (law.data_coef / rest) ** (1 / law.data_exponent)
+        steps = seen_bytes(read, corpus_bytes) / (step_tokens * bytes_per_token(c.model.vocab_size))
+        return c.step_seconds * (steps + served)
+
+    def excess(c: Candidate) -> float:
+        return c.step_seconds * (c.steps + served) / min(life(other, c.bits_per_byte) for other in found)
+
+    return found, min(found, key=lambda c: (excess(c) > 1 + SAME, c.block_params, c.bits_per_byte))
+
+
+def seen_bytes(effective: float, corpus_bytes: float) -> float:
+    """Return the bytes of repeated epochs that are worth `effective` bytes read once; infinite if none are."""
+    extra = effective / corpus_bytes - 1
+    if extra <= 0:
+        return effective
+    return math.inf if extra >= 15.4 else corpus_bytes * (1 - 15.4 * math.log(1 - extra / 15.4))

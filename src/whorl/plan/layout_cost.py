@@ -44,6 +44,7 @@ class LayoutCost:
     """A layout's prediction. refused: why the job cannot run in it, empty if it can.
 
     seconds: of a step; parts: of it, by "compute", "bubble", "update" and axes. memory_bytes: of the fullest rank.
+    sent_bytes: of the first rank in a step.
     """
 
     layout: Layout
@@ -51,6 +52,7 @@ class LayoutCost:
     memory_bytes: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     refused: str = ""
+    sent_bytes: float = 0.0
 
     @property
     def name(self) -> str:
@@ -69,18 +71,18 @@ class LayoutCost:
         return self.refused or spent
 
 
-def choose_layout(job: Job, cluster: ClusterSpec, ranks: int) -> list[LayoutCost]:
+def choose_layout(job: Job, cluster: ClusterSpec, ranks: int, *, must_fit: bool = True) -> list[LayoutCost]:
     """Return all layouts of `ranks` ranks: those that fit by their predicted time, the fastest first; then the refused.
 
     Raises:
-        ConfigError: no layout fits; with the reason of the one that comes nearest.
+        ConfigError: no layout fits, and one must; with the reason of the one that comes nearest.
     """
     with meta_device():
         model = make_model(job.model, dtype=activation_dtype(job.dtype))
     n_experts = 0 if job.model.experts is None else job.model.experts.n_experts
     found = [layout_cost(job, model, cluster, layout) for layout in layouts(ranks, n_experts)]
     found.sort(key=lambda cost: (bool(cost.refused), cost.seconds or float("inf"), cost.memory_bytes))
-    if found[0].refused:
+    if found[0].refused and must_fit:
         least = min((c for c in found if c.memory_bytes), key=lambda c: c.memory_bytes, default=found[0])
         raise ConfigError(
             f"no layout of {ranks} ranks fits this job; nearest: {least.name}: {least.refused}",
@@ -163,7 +165,10 @@ def layout_cost(job: Job, model: Transformer, cluster: ClusterSpec, layout: Layo
         what = f"needs {memory / 1e9:.2f} GB of a device's {cluster.memory_bytes / 1e9:.2f} GB"
         return LayoutCost(layout, memory_bytes=memory, refused=what)
     parts = _seconds(job, shape, cluster)
-    return LayoutCost(layout, sum(parts.values()), memory, parts)
+    traffic = *shape.traffic(0).values(), *shape.update_traffic(0, _matrix_rules(job, model)).values()
+    return LayoutCost(
+        layout, sum(parts.values()), memory, parts, sent_bytes=sum(total.sent for total in traffic)
+    )
 
 
 def micro_batches(job: Job, layout: Layout) -> int:

@@ -30,7 +30,7 @@ from whorl.models import Transformer
 from whorl.models.parallel_parts import tensor_shards
 from whorl.nn.experts import MixtureOfExperts
 from whorl.objectives.next_token import default_chunk_tokens
-from whorl.parallel.layout import AXES, Layout, place_parameters
+from whorl.parallel.layout import AXES, Layout, expert_owners, place_parameters
 from whorl.parallel.pipeline import stage_numbers
 from whorl.parallel.traffic import Total, sent_share
 
@@ -62,7 +62,8 @@ class StepShape:
         per_rank = len(stage_numbers(layout.pp, 0, layout.schedule))
         self.n_stages = per_rank * layout.pp
         self.bounds = [len(model.blocks) * n // self.n_stages for n in range(self.n_stages + 1)]
-        self.places = place_parameters(model, layout, _shards(model), self.bounds)
+        owners = expert_owners(model, layout.ep)
+        self.places = place_parameters(model, layout, _shards(model), self.bounds, owners)
 
     def stages(self, pp: int) -> list[int]:
         """Return the stages of a rank of the pipeline axis."""

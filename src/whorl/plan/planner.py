@@ -27,11 +27,11 @@ from whorl.machine.budget import Budget
 from whorl.machine.device_probe import Machine, usable_cores
 from whorl.models import TransformerConfig
 from whorl.parallel.process_group import launched_ranks
+from whorl.plan.accounting.model_cost import TrainingCost, decoder_config, training_cost
 from whorl.plan.config import PlanConfig
-from whorl.plan.cost import TrainingCost, decoder_config, training_cost
 from whorl.plan.expected import LOOP_OVERHEAD, build_plan, memory_error
-from whorl.plan.ladder import VOCAB_SIZES, Candidate, Shape, StepTimes, best_candidate, ladder, rank
-from whorl.plan.training_plan import TrainingPlan
+from whorl.plan.ladder import VOCAB_SIZES, Candidate, Shape, StepTimes, choose_candidate, ladder
+from whorl.plan.training_plan import Evidence, TrainingPlan
 from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
 from whorl.train.job import LONG_FACTOR, Job
@@ -55,21 +55,24 @@ MIN_COMPILE_LONG_BUDGET = 1200.0  # the same for steps with long rows: a tenth o
 LLAMA_OPTIM = OptimConfig(lr_muon=0.01, lr_embedding=0.02)
 
 
-def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress: Progress) -> TrainingPlan:
+def make_plan(
+    config: PlanConfig, machine: Machine, corpus_bytes: int, progress: Progress, evidence: Evidence | None = None
+) -> TrainingPlan:  # fmt: skip
     """Choose a training run for a budget (see the top of this file).
 
     Args:
         corpus_bytes: size of the training split, for the number of epochs.
+        evidence: default: the shipped law.
 
     Raises:
         BudgetError: the budget buys fewer than MIN_STEPS steps of the smallest shape.
     """
-    budget = Budget.parse(config.budget)
+    budget, evidence = Budget.parse(config.budget), evidence or Evidence()
     replicas = config.replicas or _choose_replicas(config, machine)
     if config.steps is not None:
         model = _fixed_model(config)
         job = _build_job(config, model, machine, replicas, config.steps, compile=bool(config.compile))
-        return build_plan(config, machine, job, corpus_bytes, None, [])
+        return build_plan(config, machine, job, corpus_bytes, None, [], evidence.law)
     candidates: list[Candidate] = []
     chosen: TransformerConfig
     uncompiled: float | None = None
@@ -77,8 +80,8 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
         chosen = _fixed_model(config)
         _check_budget(config, budget, machine, chosen, replicas)
     else:
-        candidates, is_timed = _rank_candidates(config, machine, replicas, budget, corpus_bytes, progress)
-        best = best_candidate(candidates)
+        ranked = _rank_candidates(config, machine, replicas, budget, corpus_bytes, progress, evidence)
+        candidates, best, is_timed = ranked
         ratio = _compiled_time_ratio(config, machine)
         chosen, uncompiled = best.model, best.step_seconds / ratio if is_timed else None
     timing: StepTiming | None = None
@@ -103,18 +106,18 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
         raise _budget_error(config, steps, details, least)
     long_ratio = _choose_long_ratio(config, machine, replicas, steps) if job.long_ratio else 0.0
     job = job.model_copy(update={"steps": steps, "long_ratio": long_ratio})
-    return build_plan(config, machine, job, corpus_bytes, timing, candidates)
+    probe = evidence.probe(job, timing) if evidence.probe is not None and config.model is None else None
+    return build_plan(config, machine, job, corpus_bytes, timing, candidates, evidence.law, probe)
 
 
 def _check_budget(
     config: PlanConfig, budget: Budget, machine: Machine, model: TransformerConfig, replicas: int
 ) -> None:
-    """Refuse, before anything is timed, a budget of seconds that is too short even at the peak of the machine.
-
-    Raises:
-        BudgetError: it buys fewer than MIN_STEPS steps of `model`.
-    """
-    seconds = _step_flops(config, _cost(config, model, replicas)) / machine.peak_flops
+    """Raise BudgetError, before anything is timed, for too few FLOPs, or seconds too short even at the machine's peak."""
+    flops = _step_flops(config, _cost(config, model, replicas))
+    if budget.flops is not None and budget.flops < MIN_STEPS * flops:
+        raise _budget_error(config, int(budget.flops / flops), "", f"{1.05 * MIN_STEPS * flops:.1e}flops")
+    seconds = flops / machine.peak_flops
     if budget.seconds is not None and budget.seconds < MIN_STEPS * seconds:
         details = f" at its peak of {machine.peak_flops / 1e9:,.0f} GFLOP/s"
         raise _budget_error(config, int(budget.seconds / seconds), details, f"{3 * MIN_STEPS * seconds:.0f}s")
@@ -148,14 +151,8 @@ def _fixed_model(config: PlanConfig) -> TransformerConfig:
 
 
 def _build_job(
-    config: PlanConfig,
-    model: TransformerConfig,
-    machine: Machine,
-    replicas: int,
-    steps: int | None = None,
-    *,
-    compile: bool,
-) -> Job:
+    config: PlanConfig, model: TransformerConfig, machine: Machine, replicas: int, steps: int | None = None, *, compile: bool
+) -> Job:  # fmt: skip
     """Return the job; steps: None if they follow from a timing."""
     rates, long_ratio = LLAMA_OPTIM, 0.0
     if config.model is None:
@@ -164,23 +161,12 @@ def _build_job(
     overrides = {} if config.optim is None else config.optim.model_dump(exclude_unset=True)
     seconds = Budget.parse(config.budget).seconds if config.steps is None else None
     return Job(
-        tokens="",
-        model=model,
-        optim=rates.model_copy(update=overrides),
-        routing=config.routing,
-        seq_len=config.data.seq_len,
-        batch_size=config.data.batch_size,
-        steps=steps or 1,
-        long_ratio=long_ratio,
-        seed=config.seed,
-        replicas=replicas,
-        threads=1 if config.deterministic else max(1, machine.threads // replicas),
-        device=machine.device,
-        dtype=_choose_dtype(config, machine),
-        compile=compile,
+        tokens="", model=model, optim=rates.model_copy(update=overrides), routing=config.routing, steps=steps or 1,
+        seq_len=config.data.seq_len, batch_size=config.data.batch_size, long_ratio=long_ratio, seed=config.seed,
+        replicas=replicas, threads=1 if config.deterministic else max(1, machine.threads // replicas), compile=compile,
+        device=machine.device, dtype=_choose_dtype(config, machine), deterministic=config.deterministic,
         compile_long=long_ratio > 0 and (seconds or 0.0) >= MIN_COMPILE_LONG_BUDGET,
-        deterministic=config.deterministic,
-    )
+    )  # fmt: skip
 
 
 def _choose_long_ratio(config: PlanConfig, machine: Machine, replicas: int, steps: int | None) -> float:
@@ -246,14 +232,10 @@ def _ladder_costs(
 
 
 def _rank_candidates(
-    config: PlanConfig,
-    machine: Machine,
-    replicas: int,
-    budget: Budget,
-    corpus_bytes: int,
-    progress: Progress,
-) -> tuple[list[Candidate], bool]:
-    """Return every shape with every vocabulary, and whether a shape was timed."""
+    config: PlanConfig, machine: Machine, replicas: int, budget: Budget, corpus_bytes: int, progress: Progress,
+    evidence: Evidence,
+) -> tuple[list[Candidate], Candidate, bool]:  # fmt: skip
+    """Return every shape with every vocabulary, the best one, and whether a shape was timed."""
     costs = _ladder_costs(config, machine, replicas, budget)
     smallest = decoder_config(
         *next(iter(costs)), config.vocab_size or VOCAB_SIZES[0], ngram_buckets=config.ngram_buckets
@@ -271,30 +253,24 @@ def _rank_candidates(
 
     flops = {shape: _step_flops(config, cost) for shape, cost in costs.items()}
     times = StepTimes(flops, measure, PEAK_SHARE * machine.peak_flops, launch_bound=machine.device != "cpu")
-    found = rank(config, budget, corpus_bytes, costs, times)
+    found, best = choose_candidate(config, budget, corpus_bytes, costs, times, evidence.law)
     if budget.seconds is None or config.deterministic:
-        return found, False
+        return found, best, False
     with progress.task("Timing shapes", total=None) as task:
         while True:
-            best = best_candidate(found).model
-            width = times.next_width((best.d_model, best.n_layers))
+            width = times.next_width((best.model.d_model, best.model.n_layers))
             if width is None or (times.timed and task.seconds > SHAPES_SHARE * budget.seconds):
-                return found, True
+                return found, best, True
             times.time_width(width)
             fixed, layer = times.timed[width]
             task.update(note=f"{width} wide: {fixed * 1e3:.0f} ms and {layer * 1e3:.0f} ms per layer")
-            found = rank(config, budget, corpus_bytes, costs, times)
+            found, best = choose_candidate(config, budget, corpus_bytes, costs, times, evidence.law)
 
 
 def _choose_compilation(
-    config: PlanConfig,
-    model: TransformerConfig,
-    machine: Machine,
-    replicas: int,
-    budget: Budget,
-    uncompiled: float | None,
-    progress: Progress,
-) -> tuple[Job, StepTiming]:
+    config: PlanConfig, model: TransformerConfig, machine: Machine, replicas: int, budget: Budget,
+    uncompiled: float | None, progress: Progress,
+) -> tuple[Job, StepTiming]:  # fmt: skip
     """Time the chosen model as it will run, and choose whether to compile.
 
     uncompiled: seconds of an uncompiled step by the timed shapes, without the overhead of replicas; None if unknown.

@@ -4,6 +4,7 @@
     from = "quickstart/pretrain"    # in the role `model`: an artifact, or a folder in the format of transformers
     from = ""                       # a run needs --from MODEL
     from = "logged"                 # the model that made the newest completion of the event log
+    from = { reward = "rl/lake" }   # in another role of the step
 
 `--from` puts a model in the place of the first step that makes one from no other model. That step is left out, with those
 before it that nothing else needs. A folder is imported by a step of the recipe. An artifact keeps its lineage.
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
     from whorl.store import Artifact, Store
 
 FROM, LOGGED = "from", "logged"
+GIVEN_KINDS = ("model", "demonstrations", "agents")
 A_MODEL = "an artifact such as quickstart/pretrain, or a folder in the format of transformers"
 
 
 def model_role(kind: StepKind) -> str:
     """Return the role that `from` fills, "" if a step has none."""
-    roles = [role for role, (made, _) in kind.parent_roles().items() if made == "model"]
+    roles = [role for role, (made, _) in kind.parent_roles().items() if made in GIVEN_KINDS]
     return "model" if "model" in roles else next(iter(roles), "")
 
 
@@ -114,15 +116,17 @@ def _parent_names(table: Mapping[str, Any]) -> list[str]:
     return [*given.values()] if isinstance(given, dict) else [*given] if isinstance(given, list) else []
 
 
-def check_given(ref: Any, location: str, kind: StepKind) -> str:
-    """Return the model that a step's `from` names. Raises ConfigError: it is none, or the step takes no model."""
+def check_given(ref: Any, location: str, kind: StepKind) -> dict[str, str]:
+    """Return what a step's `from` names, by role. Raises ConfigError: it is no model, or the step takes none."""
+    if isinstance(ref, dict):
+        roles, given = kind.parent_roles(), ref.items()
+        if wrong := [f"from.{r} is {n!r}" for r, n in given if r not in roles or not isinstance(n, str)]:
+            raise ConfigError(f"{location}: {wrong[0]}", expected=f"roles of {kind.name}: {', '.join(roles)}")
+        return ref
     if not model_role(kind):
         raise ConfigError(f"{location}: {kind.name} starts from no model", do="leave out from")
     if not isinstance(ref, str):
         raise ConfigError(f"{location}: from is {ref!r}", expected=A_MODEL)
     if ref and user_path(ref).is_dir() and not (user_path(ref) / "config.json").is_file():
-        raise ConfigError(
-            f"{location}: {ref} is a folder without config.json",
-            expected="a model in the format of transformers",
-        )
-    return ref
+        raise ConfigError(f"{location}: {ref} is a folder without config.json", expected=A_MODEL)
+    return {model_role(kind): ref}

@@ -34,7 +34,7 @@ from whorl.errors import DOCS_URL, ConfigError, one_of, shorten
 from whorl.machine.budget import budget_ratio, shrink_sizes
 from whorl.machine.kernel_choice import check_forced
 from whorl.recipes.config_errors import parse_flag_value, validated_config
-from whorl.recipes.given_models import FROM, check_given, give_model, import_folders, model_role
+from whorl.recipes.given_models import FROM, check_given, give_model, import_folders
 from whorl.recipes.registry import ANY_ROLE, StepKind, step_kinds
 from whorl.recipes.toml_lines import key_lines, line_of, read_recipe_text
 from whorl.registry import code_named_in, permit_code
@@ -288,9 +288,7 @@ class _RecipeParser:
                 )
             found[role if role is not None else fitting[0]] = parent
         if FROM in tables[step]:
-            found[model_role(kind)] = check_given(
-                tables[step][FROM], self.location("steps", step, FROM), kind
-            )
+            found |= check_given(tables[step][FROM], self.location("steps", step, FROM), kind)
         for role, (wanted, optional) in roles.items():
             if role not in found and not optional:
                 makers = [other for other in tables if kinds[other].output_kind == wanted]

@@ -110,6 +110,7 @@ class StepKind:
         complete_config: completes a configuration before the address is computed; gets the store, too.
         not_hashed: fields that do not affect the result and are not part of the address, so that an interrupted step can
             continue with other values.
+        find_parents: returns further parents that the store has, from those of the recipe.
     """
 
     name: str
@@ -121,6 +122,7 @@ class StepKind:
     function: Callable[[StepContext, Any], None]
     complete_config: Callable[[Any, Store], BaseModel] | None
     not_hashed: frozenset[str] = frozenset()
+    find_parents: Callable[[Mapping[str, Artifact], Store], dict[str, Artifact]] | None = None
 
     def parent_roles(self) -> dict[str, tuple[str, bool]]:
         """Return role -> (kind, whether it is optional)."""
@@ -138,6 +140,7 @@ def step(
     version: int = 1,
     complete_config: Callable[[Config, Store], Config] | None = None,
     not_hashed: Collection[str] = (),
+    find_parents: Callable[[Mapping[str, Artifact], Store], dict[str, Artifact]] | None = None,
 ) -> Callable[[Callable[[StepContext, Config], None]], Callable[[StepContext, Config], None]]:
     """Register the decorated function as a step; the first line of its docstring is its help text."""
 
@@ -148,16 +151,9 @@ def step(
         if other is not None and other.function.__module__ != function.__module__:
             raise ValueError(f"two steps have the name {name!r}")
         _registered[name] = StepKind(
-            name,
-            output_kind,
-            config,
-            dict(parents or {}),
-            version,
-            about,
-            function,
-            complete_config,
-            frozenset(not_hashed),
-        )
+            name, output_kind, config, dict(parents or {}), version, about, function, complete_config,
+            frozenset(not_hashed), find_parents,
+        )  # fmt: skip
         return function
 
     return register

@@ -247,17 +247,14 @@ def _check_installed(recipe: Recipe, first: str) -> None:
 
 
 def _run_step(
-    recipe: Recipe,
-    step: RecipeStep,
-    artifacts: Mapping[str, Artifact],
-    store: Store,
-    run: Run,
-    progress: Progress,
+    recipe: Recipe, step: RecipeStep, artifacts: Mapping[str, Artifact], store: Store, run: Run, progress: Progress,
     label: str,
-) -> tuple[Artifact, str]:
+) -> tuple[Artifact, str]:  # fmt: skip
     kind = step.kind
     config = kind.complete_config(step.config, store) if kind.complete_config is not None else step.config
     parents = {role: artifacts[parent] for role, parent in step.parents.items() if parent in artifacts}
+    if kind.find_parents is not None:
+        parents |= kind.find_parents(parents, store)
     try:
         with (
             force_choices(recipe.kernels),

@@ -32,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Artifac
     """The artifacts of a tiny model, in `store` of the working directory, with conversations next to it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("given"))
-        patch.setattr(observer, "_memory_in_use", lambda: 0)
+        patch.setattr(observer, "memory_in_use", lambda: 0)
         patch.setattr(observer.PretrainObserver, "_sample", lambda *_: "")
         write_notes(Path.cwd())
         talks = [
@@ -166,6 +166,11 @@ def test_given_models_are_checked(tmp_path: Path) -> None:
         load_recipe("chat", sets=CHAT, model=str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match="ingest starts from no model"):
         parse_recipe('[steps.ingest]\nfrom = "a/b"\n', "x.toml")
+    for given in ("reward = 3", 'prize = "a/b"'):
+        with pytest.raises(
+            ConfigError, match=r"from\.(reward|prize) is (.|\n)*roles of agents: demonstrations, reward"
+        ):
+            parse_recipe(f"[steps.agents]\nfrom = {{ {given} }}\n", "x.toml")
 
 
 def test_from_leaves_out_what_only_the_first_model_needs() -> None:

@@ -84,19 +84,38 @@ def _with_preset(config: AgentsConfig, store: object) -> AgentsConfig:
     return config.model_copy(update={"settings": settings, "steps": preset["steps"]})
 
 
-@step("agents", config=AgentsConfig, complete_config=_with_preset, not_hashed=("run",), version=5)
+AGENT_PARENTS = {"demonstrations?": "demonstrations", "reward?": "agents"}
+
+
+@step(
+    "agents", config=AgentsConfig, parents=AGENT_PARENTS, complete_config=_with_preset, not_hashed=("run",), version=5
+)  # fmt: skip
 def agents(ctx: StepContext, config: AgentsConfig) -> None:
     """Train an agent over several seeds and evaluate it on separate episodes."""
     import numpy as np
     from safetensors.torch import load_file
 
-    from whorl.agents.saved_agent import restore_networks, value_map
+    from whorl.agents.saved_agent import (
+        load_demonstrations,
+        load_reward,
+        recovered,
+        restore_networks,
+        returns_by_episode,
+        value_map,
+    )
     from whorl.agents.seed_statistics import summarize_seeds
     from whorl.agents.task import AgentTask
-    from whorl.report.agents import return_card, training_blocks, try_recording
+    from whorl.report.agents import game_blocks, return_card, training_blocks, try_recording
 
-    AgentTask(config.agent(config.seed))  # raises for what cannot run, before any work
-    results = [_train_seed(ctx, config, seed) for seed in range(config.seed, config.seed + config.seeds)]
+    source: dict[str, Any] = {}
+    if (given := ctx.parents.get("demonstrations")) is not None:
+        source["demonstrations"] = load_demonstrations(given, ctx.store)
+    if (given := ctx.parents.get("reward")) is not None:
+        source["reward"] = load_reward(given, config.environment)
+    AgentTask(config.agent(config.seed), **source)  # raises for what cannot run, before any work
+    results = [
+        _train_seed(ctx, config, seed, source) for seed in range(config.seed, config.seed + config.seeds)
+    ]
     scores = [result["score"] for result in results]
     returns = summarize_seeds([scores], np.random.default_rng(0))
     best = config.agent(config.seed + int(np.argmax(scores)))
@@ -106,6 +125,8 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
     summary = {"returns": scores, "interquartile_mean": returns.to_json()}
     each = {name: [r[name] for r in results] for name in ("lag", "truncated", "curves")}
     record = {**config.model_dump(mode="json"), **summary, **each, "value_map": value_map(best, networks)}
+    record["adaptation"] = returns_by_episode(best, networks)
+    record["recovered"] = recovered(best, networks, source.get("demonstrations"))
     fields = ",\n".join(f' "{name}": {json.dumps(value)}' for name, value in record.items())
     (ctx.out / "result.json").write_text(f"{{\n{fields}\n}}\n")
     facts = [
@@ -113,6 +134,7 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
         ("environment", config.environment),
         ("steps", f"{config.steps or 0:,}"),
         ("return, interquartile mean over the seeds", str(returns)),
+        *((f"{name} of the expert", f"{ctx.parents[name].name}") for name in source),
         *((f"seed {r['seed']}", f"{r['score']:.1f}{_cut_off(r['truncated'], config)}") for r in results),
     ]
     title = f"{config.method.upper()} on {config.environment}"
@@ -120,13 +142,16 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
     episode = try_recording(
         best, networks, max_steps=config.episode_steps, max_frames=PAGE_FRAMES, log=ctx.progress.log
     )
-    ctx.report.blocks += training_blocks(title, facts, record, episode)
+    ctx.report.blocks += [
+        *training_blocks(title, facts, record, episode),
+        *game_blocks(title, best, networks),
+    ]
     render(ReportData(title=title, reports=[(ctx.name, ctx.report)]), ctx.out / "curve.html")
     plural = "1 seed" if config.seeds == 1 else f"{config.seeds} seeds with its 95 % interval"
     ctx.summary.update(**summary, headline=f"return {returns}, interquartile mean of {plural}")
 
 
-def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, Any]:
+def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int, source: Any) -> dict[str, Any]:
     """Train and evaluate one seed, or return its stored result: seed, score, lag, truncated
     (evaluation episodes that were cut off), curves {"seed", and each of `TRAINING_METRICS`: [(steps, value)]}."""
     import numpy as np
@@ -152,7 +177,7 @@ def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, 
 
         return train(
             agent, observe, scratch=checkpoint_dir, checkpoint_seconds=config.run.checkpoint_seconds, log=log,
-            heartbeat_dir=heartbeat_dir, checkpoint_config=config.run.checkpoints,
+            heartbeat_dir=heartbeat_dir, checkpoint_config=config.run.checkpoints, **source,
         )  # fmt: skip
 
     every = max(1, agent.n_rollouts // CURVE_POINTS)

@@ -66,7 +66,8 @@ def tasks(ctx: StepContext, config: TasksConfig) -> None:
             raise _empty_split_error(ctx, config, f"{split} task")
         counts[split] = write_dataset(ctx.out, "tasks", split, found)
         if solutions:
-            write_dataset(ctx.out, "conversations" if config.chat else "pairs", split, solutions)
+            kind = "conversations" if hasattr(solutions[0], "messages") else "pairs"
+            write_dataset(ctx.out, kind, split, solutions)
     _write_summary(ctx, counts, splits["train"][0])
 
 

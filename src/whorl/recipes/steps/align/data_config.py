@@ -53,7 +53,7 @@ class SetConfig(BaseModel):
 class TasksConfig(SetConfig):
     """Tasks, solutions or conversations."""
 
-    source: Literal["python", "arithmetic", "reasoning_gym", "verifiers", "files"] = "python"
+    source: Literal["python", "arithmetic", "sources", "reasoning_gym", "verifiers", "files"] = "python"
     shape: Literal["conversations", "pairs", "tasks"] = Field(
         default="conversations", description="files: type of the records"
     )

@@ -1,4 +1,4 @@
-"""Tasks of the step `tasks` that a program makes: of Python functions, arithmetic, reasoning-gym, tasksets of verifiers."""
+"""Tasks of the step `tasks` that a program makes: Python functions, arithmetic, numbered sources, or items of a package."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def generated_tasks(ctx: StepContext, config: TasksConfig) -> Splits:
     """Return the tasks of each split, and their solutions as pairs or conversations."""
     if config.source == "arithmetic":
         return _arithmetic_tasks(config)
+    if config.source == "sources":
+        return _cited_tasks(config)
     if config.source == "reasoning_gym":
         return _reasoning_gym_tasks(ctx, config)
     return _verifiers_tasks(config)
@@ -45,6 +47,25 @@ def _arithmetic_tasks(config: TasksConfig) -> Splits:
         "train": ([source.task(p) for p in train], [pair(p) for p in train]),
         "test": ([source.task(p) for p in test], [source.prompt_completion(p) for p in test]),
     }
+
+
+def _cited_tasks(config: TasksConfig) -> Splits:
+    """Make questions with numbered sources."""
+    from whorl.align.data.formats import Conversation
+    from whorl.evals.grading.task import VerifiableTask
+    from whorl.evals.suites.cited_sources import cited_questions
+
+    splits: Splits = {}
+    for split, n in (("train", config.max_train), ("test", config.max_test)):
+        found, talks = list["VerifiableTask"](), list[Any]()
+        for one in cited_questions(n, config.seed, held_out=split == "test"):
+            asked = {"role": "user", "content": one["prompt"]}
+            found.append(VerifiableTask(one["id"], messages=(asked,), verifier="cited", answer=one["answer"]))
+            talks.append(
+                Conversation((asked, {"role": "assistant", "content": one["reply"]}), "sources", one["id"])
+            )
+        splits[split] = found, talks
+    return splits
 
 
 def _reasoning_gym_tasks(ctx: StepContext, config: TasksConfig) -> Splits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import NotApplicableError
@@ -47,10 +48,7 @@ def run_suite(
     seed: int,
 ) -> list[TaskResult]:
     """Write and return the results of whole files and of the suite's tasks; add completed functions to `result`."""
-    from whorl.evals.model.engine_backend import EngineBackend
-    from whorl.evals.model.response_cache import CachedBackend, ResponseCache
     from whorl.evals.results_io import save_results
-    from whorl.evals.runner import evaluate as run_tasks
     from whorl.evals.suites import SuiteInputs, load_suite
     from whorl.evals.suites.held_out import named_texts
 
@@ -60,12 +58,7 @@ def run_suite(
     except NotApplicableError as error:  # few short documents
         ctx.progress.log(f"    {error.what}")
         tasks = []
-    found: list[TaskResult] = []
-    if tasks:
-        dtype = str(ctx.machine.torch_dtype).removeprefix("torch.")
-        with ResponseCache(ctx.store.root / "responses.sqlite") as responses:
-            opened = EngineBackend.open(ctx.parents["model"].address, store=str(ctx.store.root), dtype=dtype)
-            found = run_tasks(CachedBackend(opened, responses), tasks, progress=ctx.progress)
+    found = answer_tasks(ctx, tasks)
     save_results(ctx.out / "suite", [files, *found], {"suite": suite})
     for task, each in zip(tasks, found, strict=True):
         if each.task == "own-functions":
@@ -75,6 +68,20 @@ def run_suite(
                 "nearest": nearest_to_real_code(task, each),
             }  # fmt: skip
     return [files, *found]
+
+
+def answer_tasks(ctx: StepContext, tasks: Sequence[Any]) -> list[TaskResult]:
+    """Return the results of the parent `model`; responses that the store has are not computed again."""
+    from whorl.evals.model.engine_backend import EngineBackend
+    from whorl.evals.model.response_cache import CachedBackend, ResponseCache
+    from whorl.evals.runner import evaluate
+
+    if not tasks:
+        return []
+    dtype = str(ctx.machine.torch_dtype).removeprefix("torch.")
+    with ResponseCache(ctx.store.root / "responses.sqlite") as responses:
+        opened = EngineBackend.open(ctx.parents["model"].address, store=str(ctx.store.root), dtype=dtype)
+        return evaluate(CachedBackend(opened, responses), tasks, progress=ctx.progress)
 
 
 def summary_of(result: TaskResult) -> dict[str, Any]:

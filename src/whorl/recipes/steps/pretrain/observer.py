@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from whorl.machine.memory import memory_in_use
 from whorl.recipes.stage_recorder import Metrics, StageRecorder
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class PretrainObserver(StageRecorder):
                 values["held_out_perplexity"] = perplexity(metrics["held_out_nll"], 1)
         if step * 4 // self.steps > (step - max(1, self.steps // 40)) * 4 // self.steps:
             values["sample"] = self._sample(networks, step)
-            values["memory_bytes"] = _memory_in_use()  # takes 0.02 s for each process
+            values["memory_bytes"] = memory_in_use()  # takes 0.02 s for each process
         return values
 
     def _sample(self, model: LanguageModel, step: int) -> str:
@@ -96,18 +97,3 @@ def held_out_text(metrics: Mapping[str, float]) -> str:
         return ""
     bits, per_token = metrics["held_out_bits_per_byte"], metrics["held_out_perplexity"]
     return f"validation {bits:.3f} bits per byte, perplexity {per_token:.2f}"
-
-
-def _memory_in_use() -> int:
-    """Return the bytes held by this process and its children; shared pages count once where the system reports them."""
-    import psutil
-
-    parent = psutil.Process()
-    total = 0
-    for process in [parent, *parent.children(recursive=True)]:
-        try:
-            info = process.memory_full_info()
-            total += getattr(info, "pss", 0) or info.uss
-        except psutil.Error:
-            continue  # the process ended in the meantime
-    return total

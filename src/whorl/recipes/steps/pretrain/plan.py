@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from whorl.machine.budget import Budget
@@ -10,18 +13,52 @@ from whorl.plan.forecast import TOKENIZE_SECONDS
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
 from whorl.report.training import plan_blocks
+from whorl.store import Artifact, Store
 
 if TYPE_CHECKING:
     from whorl.plan.training_plan import TrainingPlan
 
 
-@step("plan", config=PlanConfig, parents=CORPUS_PARENTS, version=8)
+def law_of_corpus(parents: Mapping[str, Artifact], store: Store) -> dict[str, Artifact]:
+    """Return the newest law that `whorl plan study` has fitted to the selected texts, in the role `law`."""
+    laws = [
+        a
+        for a in store.artifacts()
+        if a.kind == "law" and a.parents.get("selection") == parents["selection"].address
+    ]
+    return {"law": laws[-1]} if laws else {}
+
+
+@step(
+    "plan",
+    config=PlanConfig,
+    parents={**CORPUS_PARENTS, "law?": "law"},
+    version=9,
+    find_parents=law_of_corpus,
+)
 def plan(ctx: StepContext, config: PlanConfig) -> None:
     """Time training steps on this machine and choose the configuration for the budget."""
+    from whorl.plan.dial.price import in_compute
+    from whorl.plan.dial.probe import run_probe
+    from whorl.plan.laws.law import ScalingLaw
     from whorl.plan.planner import make_plan
+    from whorl.plan.training_plan import Evidence
+    from whorl.tokens.shards import TokenSet
 
     corpus, before = open_corpus(ctx), ctx.run.seconds
-    made = make_plan(config, ctx.machine, corpus.bytes("train"), ctx.progress)
+    probe = partial(run_probe, corpus=corpus, progress=ctx.progress) if config.probe else None
+    budget, bought = in_compute(given := config.budget, ctx.machine, config.deterministic)
+    config, evidence = config.model_copy(update={"budget": str(budget)}), Evidence(probe=probe)
+    if "law" in ctx.parents:
+        law, size = (
+            ctx.parents["law"],
+            TokenSet(ctx.store.open(ctx.parents["law"].parents["tokens"]).path).vocab_size,
+        )
+        if config.model is None and config.vocab_size in (None, size):  # a law holds for its vocabulary
+            config = config.model_copy(update={"vocab_size": size})
+            evidence = Evidence(ScalingLaw.from_json(json.loads(law.file("law.json").read_text())))
+    made = make_plan(config, ctx.machine, corpus.bytes("train"), ctx.progress, evidence)
+    made = made.model_copy(update={"budget": given, "arithmetic": [*bought, *made.arithmetic]})
     if "startup_seconds" in made.expected:
         made = with_first_step(made, before, ctx.run.seconds, corpus.bytes("train"))
     (ctx.out / "plan.json").write_text(made.model_dump_json(indent=2) + "\n")

@@ -114,8 +114,10 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
         ctx.summary["branches"] = branches.export_branches(ctx.scratch, ctx.out, points, ctx.progress.log)
     if job.layout is not None and (trace := ctx.scratch / PARALLEL_FILE).exists():
         expected = ctx.parents["plan"].summary["expected"]
-        predicted = predicted_step(job, expected.get("mfu", 0.4))
-        ctx.report.blocks += parallel_blocks(json.loads(trace.read_text()), predicted)
+        predicted, measured = predicted_step(job, expected.get("mfu", 0.4)), json.loads(trace.read_text())
+        sent = (sum(total[1] for total in side["totals"].values()) for side in (measured, predicted))
+        ctx.summary["sent_bytes"], ctx.summary["expected"] = next(sent), {"sent_bytes": next(sent)}
+        ctx.report.blocks += parallel_blocks(measured, predicted)
 
 
 def build_job(ctx: StepContext, config: PretrainConfig) -> Job:

@@ -1,0 +1,1 @@
+"""Scaling laws: the law itself, runs as points, three fits, and studies that make the runs."""

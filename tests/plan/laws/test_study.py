@@ -1,0 +1,127 @@
+"""Studies: runs that are chosen by the results, the same law after SIGKILL, diverged runs, and the verb."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.cli import refuse, succeed
+from tests.support.recipes import study_runs
+
+from whorl.errors import BudgetError
+from whorl.plan.laws import study as design
+from whorl.plan.laws import study_run
+from whorl.plan.laws.law import ScalingLaw
+from whorl.store import Store
+from whorl.train.learner.update import DivergedError
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in (
+        (design, "DATA"),
+        (design, "MIN_STEPS"),
+        (design, "MAX_EPOCHS"),
+        (study_run, "train_run"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    study_runs.shrink()
+    monkeypatch.setattr(study_runs.time, "sleep", lambda seconds: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("study")
+
+
+def test_study_ends_in_a_law_with_page_and_parents(folder: Path) -> None:
+    law = study_runs.make_law(folder / "store")
+    found = ScalingLaw.from_json(json.loads(law.file("law.json").read_text()))
+    assert {*law.parents} == {"documents", "selection", "tokens"} and law.kind == "law"
+    assert (found.loss_name, found.data_name, found.corpus) == ("bits per byte", "bytes", "tiny")
+    assert 0.3 < found.size_exponent < 0.5 and 0.2 < found.data_exponent < 0.4
+    assert len(law.summary["runs"]) > 3 and law.summary["headline"].startswith("For ")
+    html = law.file("law.html").read_text()
+    assert all(title in html for title in ("Loss against compute", "Residuals", "Constants"))
+
+
+def test_killed_study_ends_in_the_same_law(folder: Path) -> None:
+    undisturbed = study_runs.make_law(folder / "store").file("law.json").read_bytes()
+    store = folder / "killed"
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.recipes.study_runs", str(store)], start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while (
+            len([a for a in Store(store).artifacts() if a.kind == "study_run"] if store.exists() else []) < 2
+        ):
+            assert child.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    assert not [a for a in Store(store).artifacts() if a.kind == "law"]
+    assert study_runs.make_law(store).file("law.json").read_bytes() == undisturbed
+
+
+def test_diverged_run_is_shown_and_not_fitted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverging(job: Any, scratch: Path, **options: Any) -> list[float]:
+        if job.seed == 1:
+            raise DivergedError("loss nan")
+        return study_runs.fake_training(job, scratch)
+
+    monkeypatch.setattr(study_run, "train_run", diverging)
+    law = study_runs.make_law(folder / "diverged")
+    lost = [name for name, losses in law.summary["runs"].items() if None in losses]
+    assert lost and all(name.endswith("seed1") for name in lost)
+    html = law.file("law.html").read_text()
+    assert "Runs that are not fitted" in html and f"{lost[0]} at" in html and "diverged" in html
+
+
+def test_small_budget_is_refused_with_the_least_one(folder: Path) -> None:
+    with pytest.raises(
+        BudgetError, match=r"1e\+09 FLOPs on .* runs of 0 sizes(.|\n)*give --budget \d\.\de\+1\dflops"
+    ):
+        study_runs.make_law(folder / "store", "1e9flops")
+
+
+def test_study_verb_takes_tokens(folder: Path) -> None:
+    study_runs.make_law(folder / "store")
+    out = succeed(
+        folder, "plan", "study", "tiny/tokens", "--budget", "9e10flops", "--store", folder / "store"
+    ).stdout
+    assert "Backtest" in out and "law.html" in out
+    assert "of the kind model" not in refuse(
+        folder, "plan", "study", "none/tokens", "--store", folder / "store", code=1
+    )
+
+
+def test_run_trains_with_branches_that_equal_short_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    study_runs.shrink(fake=False)
+    tokens = Store(folder / "store").open("tiny/tokens")
+    from whorl.machine.device_probe import probe
+    from whorl.plan.config import StudyConfig
+
+    machine = probe().without_measured_choices()
+    made = design.Study(StudyConfig(deterministic=True), tokens.path, machine, 9e10)
+    job = made.job(made.runs[0]).model_copy(update={"replicas": 1, "steps": 40})
+    losses = study_run.train_run(job, folder / "run")
+    assert len(losses) == 3 and losses[0] > losses[1] > losses[2] > 0
+
+
+def test_every_run_is_trained_before_one_gets_a_further_seed(folder: Path) -> None:
+    runs = [*study_runs.make_law(folder / "store").summary["runs"]]
+    first = [name for name in runs if name.endswith("seed0")]
+    assert runs[: len(first)] == first and len({name.partition("-")[0] for name in first}) >= 3
