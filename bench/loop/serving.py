@@ -30,7 +30,7 @@ PROMPT = "def binary_search(items, target):\n"
 def write_model(folder: Path, d_model: int, n_layers: int) -> None:
     """Write a model of random weights whose tokens are bytes."""
     from whorl.models import Transformer, save_model
-    from whorl.plan.cost import decoder_config
+    from whorl.plan.accounting.model_cost import decoder_config
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.tracking.seeds import generator
 

@@ -27,7 +27,7 @@ OPTIONS = [
 def write_model(folder: Path) -> None:
     """Write a small model of random weights whose tokens are bytes."""
     from whorl.models import Transformer, save_model
-    from whorl.plan.cost import decoder_config
+    from whorl.plan.accounting.model_cost import decoder_config
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.tracking.seeds import generator
 

@@ -30,7 +30,7 @@ SERVER = """
 import torch
 from whorl.engine.config import EngineConfig
 from whorl.models import Transformer
-from whorl.plan.cost import decoder_config
+from whorl.plan.accounting.model_cost import decoder_config
 from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
 from whorl.serve.server import bind_socket, run_server

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
-from typing import cast
 
 from whorl.errors import ConfigError, one_of
 from whorl.log.port import Log
+from whorl.registry import import_backend
 
-# scheme -> module and class, and the extra that it needs
+# scheme -> class, and the extra that it needs
 BACK_ENDS = {
-    "sqlite": ("whorl.log.sqlite", "SqliteLog", ""),
-    "memory": ("whorl.log.memory", "MemoryLog", ""),
-    "postgresql": ("whorl.log.postgres", "PostgresLog", "postgres"),
-    "nats": ("whorl.log.nats", "NatsLog", "nats"),
-    "kafka": ("whorl.log.kafka", "KafkaLog", "kafka"),
+    "sqlite": ("whorl.log.sqlite:SqliteLog", ""),
+    "memory": ("whorl.log.memory:MemoryLog", ""),
+    "postgresql": ("whorl.log.postgres:PostgresLog", "postgres"),
+    "nats": ("whorl.log.nats:NatsLog", "nats"),
+    "kafka": ("whorl.log.kafka:KafkaLog", "kafka"),
 }
 
 
@@ -32,14 +31,8 @@ def open_log(url: str) -> Log:
             f"the log {url!r} begins with {scheme!r}", expected=one_of(scheme, list(BACK_ENDS)),
             do="give a URL such as sqlite:events.db or postgresql://localhost/events",
         )  # fmt: skip
-    module, name, extra = BACK_ENDS[scheme]
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{scheme} needs a package that is not installed: {error}", do=f"pip install 'whorl[{extra}]'"
-        ) from error
-    return cast(Log, kind(url))
+    opened: Log = import_backend(scheme, *BACK_ENDS[scheme])(url)
+    return opened
 
 
 def default_log(store: str | os.PathLike[str]) -> str:

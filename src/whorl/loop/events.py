@@ -27,9 +27,15 @@ TOPICS = {
     FEEDBACK: TopicConfig(),
     QUARANTINE: TopicConfig(partitions=1),
 }
-SCHEMAS = {
-    kind: Schema() for kind in ("completion.made", "feedback.given", "actor.erased", "record.rejected")
-}
+_TYPES = (
+    "completion.made",
+    "feedback.given",
+    "actor.erased",
+    "record.rejected",
+    "row.changed",
+    "capture.heartbeat",
+)
+SCHEMAS = {kind: Schema() for kind in _TYPES}
 FeedbackKind = Literal["like", "dislike", "none", "edit", "better", "tie"]
 FEEDBACK_KINDS: tuple[str, ...] = get_args(FeedbackKind)
 

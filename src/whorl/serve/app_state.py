@@ -61,6 +61,7 @@ class AppState:
     ) -> None:
         self.config, self.models, self.events = config, list(models), events
         self.challenger: Challenger | None = None
+        self.sources: Any = None  # `SourceSearch`: the index that answers have sources of
         self.compare = 0.0  # share of the chat page's prompts with two answers
         self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # run while the server does
         self.metrics = ServerMetrics(config.slo_ttft, config.slo_tpot)
@@ -86,11 +87,13 @@ class AppState:
         self._embedding_places = Shares(config.max_queue, max(1, config.max_queue // 2))
 
     def close(self) -> None:
-        """End the process and the thread that compile grammars, and close the log."""
+        """End the process and the thread that compile grammars, and close the log and the index."""
         self._grammar_thread.close()
         self._grammar_checker.close()
         if self.events is not None:
             self.events.close()
+        if self.sources is not None:
+            self.sources.reader.close()
 
     def check_accepting(self, limits: KeyLimits | None = None) -> None:
         """Raise ApiError if the server is draining or its engine failed. Routes charge the limits of a key."""

@@ -46,6 +46,11 @@ class ServeConfig(BaseModel):
         description="seconds to finish running requests on shutdown",
         json_schema_extra={"option": ["--drain"]},
     )
+    search: str | None = Field(
+        default=None, description="answer with sources of a search index, made by `whorl watch`",
+        json_schema_extra={"metavar": "NAME"},
+    )  # fmt: skip
+    source_tokens: int = Field(default=1024, ge=16, description="tokens of the sources in a prompt, at most")
 
 
 class ServedModelConfig(BaseModel):

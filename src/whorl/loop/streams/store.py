@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import orjson
 
@@ -216,7 +216,7 @@ class ViewStore:
                 f"{place}: offset and epoch are {found}, not {own}", expected="the owner of the partition"
             )
 
-    def __enter__(self) -> ViewStore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

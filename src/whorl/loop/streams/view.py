@@ -22,7 +22,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from whorl.log.event import Event, LogRecord
 from whorl.log.groups import Partition
@@ -95,10 +95,11 @@ class ViewState:
 
 
 class FoldedView(ABC):
-    """See the top of this file. name: of its group and rows."""
+    """See the top of this file. name: of its group and rows. rebuild: the command that folds it again."""
 
-    name: ClassVar[str]
-    topics: ClassVar[tuple[str, ...]]
+    name: str
+    topics: tuple[str, ...]
+    rebuild = "whorl loop --rebuild"
 
     @abstractmethod
     def read(self, event: Event) -> Any:

@@ -91,7 +91,7 @@ class ViewWorker:
             if offset > (end := bounds[topic][number].next):
                 raise DataError(
                     f"the view {self.view.name} has read {topic}/{number} to {offset}, where the log ends at {end}",
-                    expected="the log that the view was made of", do=f"whorl loop --rebuild {self.view.name}",
+                    expected="the log that the view was made of", do=f"{self.view.rebuild} {self.view.name}",
                 )  # fmt: skip
             self.reader.seek((topic, number), offset)
         self.offsets = {p: offset for p, (offset, _) in taken.items()}

@@ -114,6 +114,9 @@ def create_app(state: AppState) -> FastAPI:
         if state.events.pages is not None and (state.local_only or state.key_store is not None):
             add_loop_routes(app, state.events.pages, actor_of)
             pages |= {"/feed": "feed.html", "/loop": "loop.html"}
+    if state.sources is not None and (state.local_only or state.key_store is not None):
+        state.sources.add_route(app, lambda http: state.charge_rate_limit(http, 0))
+        pages |= {"/search": "search.html"}
     add_page_routes(app, pages)
     return app
 
@@ -146,9 +149,11 @@ def _add_generation_routes(app: FastAPI, state: AppState) -> None:
 
 def _add_model_routes(app: FastAPI, state: AppState) -> None:
     def card_of(model: ServedModel | ServedEmbedder) -> dict[str, Any]:
-        if state.events is None or not isinstance(model, ServedModel):
+        if not isinstance(model, ServedModel):
             return model.card
-        return {**model.card, "whorl": {**model.card["whorl"], "log": True, "compare": state.compare}}
+        more: dict[str, Any] = {"search": True} if state.sources is not None else {}
+        more |= {"log": True, "compare": state.compare} if state.events is not None else {}
+        return {**model.card, "whorl": {**model.card["whorl"], **more}}
 
     @app.get("/v1/models", tags=["models"])
     async def models() -> Response:

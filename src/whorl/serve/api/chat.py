@@ -16,7 +16,8 @@ from whorl.serve.api.kept_completion import choose_model
 from whorl.serve.api.protocol import ChatRequest
 from whorl.serve.api.request_parsing import ParsedRequest, parse_chat, template_messages
 from whorl.serve.api.response_formatting import StreamDecoder, TextDelta, chat_log_probs, merge_streams
-from whorl.serve.app_state import AppState, client_id, in_thread_if_large
+from whorl.serve.api.sources import add_sources
+from whorl.serve.app_state import AppState, client_id
 from whorl.tokens.chat.tool_calls import ParsedToolCall, parse_reply
 from whorl.tokens.hf_tokenizer import AnyTokenizer
 
@@ -24,10 +25,12 @@ from whorl.tokens.hf_tokenizer import AnyTokenizer
 async def create_chat_completion(state: AppState, body: ChatRequest, http: HttpRequest) -> Response:
     """Return the next turn of a conversation."""
     served, kept = choose_model(state, body, http)
-    parsed = await in_thread_if_large(http, lambda: parse_chat(body, served, state.config, client_id(http)))
+    body, parsed, sources = await add_sources(
+        state, body, served, http, lambda body: parse_chat(body, served, state.config, client_id(http))
+    )
     if kept is not None:
         kept.prompt = template_messages(body.messages)
-    return await respond(state, http, served, parsed, CHAT, bool(body.stream), kept)
+    return await respond(state, http, served, parsed, CHAT, bool(body.stream), kept, sources)
 
 
 def _chat_choices(

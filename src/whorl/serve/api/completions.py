@@ -31,8 +31,9 @@ from whorl.serve.api.response_formatting import (
     response_head,
     usage,
 )
+from whorl.serve.api.sources import add_sources
 from whorl.serve.api.sse import DONE, EventStream, JsonPieces, encode_json, format_event, run_until_disconnect
-from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
+from whorl.serve.app_state import AppState, client_id, rate_limit_headers
 from whorl.serve.errors import ApiError
 from whorl.serve.worker.model_entry import ServedModel
 from whorl.tokens.hf_tokenizer import AnyTokenizer
@@ -51,14 +52,14 @@ class ResponseForm(NamedTuple):
 async def create_completion(state: AppState, body: CompletionRequest, http: HttpRequest) -> Response:
     """Return continuations of one or several prompts."""
     served, kept = choose_model(state, body, http)
-    parsed = await in_thread_if_large(
-        http, lambda: parse_completion(body, served, state.config, client_id(http))
+    body, parsed, sources = await add_sources(
+        state, body, served, http, lambda body: parse_completion(body, served, state.config, client_id(http))
     )
     if kept is not None:
         if len(parsed.prompts) > 1 or parsed.best_of > parsed.n:
             raise ApiError(400, "store: only with one prompt and without best_of", param="store")
         kept.prompt = parsed.prompts[0].text.decode("utf-8", "replace")
-    return await respond(state, http, served, parsed, COMPLETION, bool(body.stream), kept)
+    return await respond(state, http, served, parsed, COMPLETION, bool(body.stream), kept, sources)
 
 
 async def respond(
@@ -69,8 +70,12 @@ async def respond(
     form: ResponseForm,
     in_chunks: bool,
     kept: KeptCompletion | None = None,
+    sources: Sequence[dict[str, Any]] = (),
 ) -> Response:
-    """Generate, and return the whole choices or a stream of chunks. kept: log them, and add a token for feedback."""
+    """Generate, and return the whole choices or a stream of chunks.
+
+    kept: log them, and add a token for feedback. sources: those of the prompt, for the response or its first chunk.
+    """
     streams = await state.submit(parsed.requests, http, parsed.n_prompt_tokens)
     readers = [StreamDecoder(s, served.tokenizer) for s in streams]
     head = response_head(form.prefix, form.chunk_kind if in_chunks else form.kind, served)
@@ -80,11 +85,12 @@ async def respond(
 
     async def events() -> AsyncIterator[bytes]:
         extra = {"usage": None} if parsed.include_usage else {}  # null in all chunks but the last
-        running = len(readers)
+        running, of_prompt = len(readers), {"sources": sources} if sources else {}
         async for choice in form.chunks(parsed, readers):
             running -= choice["finish_reason"] is not None
             given = {} if running or kept is None else await kept.append(head["id"], readers)
-            yield format_event({**head, "choices": [choice], **extra, **given})
+            yield format_event({**head, "choices": [choice], **extra, **given, **of_prompt})
+            of_prompt = {}
         if extra:
             yield format_event({**head, "choices": [], "usage": counts()})
         yield DONE
@@ -92,6 +98,7 @@ async def respond(
     async def work() -> list[bytes]:
         outputs = [await reader.read_all() for reader in readers]
         whole = dict[str, Any]() if kept is None else await kept.append(head["id"], readers)
+        whole |= {"sources": sources} if sources else {}
         if form is not COMPLETION and parsed.n_prompt_top is not None:  # a conversation has one prompt
             whole["prompt_logprobs"] = _prompt_logprobs(parsed, 0, served.tokenizer, outputs[0])
         return await encode_json(

@@ -10,7 +10,8 @@ of a union would give an error about another branch. Limits of a server are not 
 
 Extensions: top_k, min_p, min_tokens, repetition_penalty, prompt_logprobs, structured_outputs (named as in vLLM); regex and
 grammar (constraints of the output), priority (lower is served first), ignore_eos (for benchmarks). Completions have
-token_healing (docs/tokens.md). Masked diffusion has steps and reveal (docs/generative.md).
+token_healing (docs/tokens.md). Masked diffusion has steps and reveal (docs/generative.md), a server with a search index
+sources (docs/search.md).
 """
 
 from __future__ import annotations
@@ -126,6 +127,12 @@ class GenerationRequest(StrictModel):
     )
     priority: int | None = Field(default=None, ge=-1000, le=1000)
     ignore_eos: bool | None = None
+    sources: int | None = Field(
+        default=None,
+        ge=0,
+        le=20,
+        description="passages in the prompt, at most; default 4 of a server with --search",
+    )
     user: str | None = None
     store: bool | None = Field(default=None, description="let the server log the completion; needs --log")
     metadata: dict[str, str] | None = Field(default=None, description="pair and side of a comparison")
@@ -320,6 +327,7 @@ class ResponsesRequest(StrictModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     stream: bool | None = None
     text: TextSettings | None = None
+    sources: int | None = Field(default=None, ge=0, le=20, description="as of a completion")
     metadata: dict[str, str] | None = None
     user: str | None = None
     store: bool | None = None

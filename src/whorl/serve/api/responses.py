@@ -35,8 +35,9 @@ from whorl.serve.api.protocol import (
     TextFormat,
 )
 from whorl.serve.api.response_formatting import StreamDecoder, merge_streams, usage
+from whorl.serve.api.sources import add_sources
 from whorl.serve.api.sse import EventStream, format_event, run_until_disconnect
-from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
+from whorl.serve.app_state import AppState, client_id, rate_limit_headers
 from whorl.serve.errors import ApiError, OrjsonResponse, from_validation_errors, to_api_error
 from whorl.serve.worker.worker import Stream
 
@@ -46,8 +47,12 @@ async def create_response(state: AppState, body: ResponsesRequest, http: HttpReq
     served, kept = choose_model(state, body, http)
     chat = _to_chat_request(body)
     try:
-        parsed = await in_thread_if_large(
-            http, lambda: requests.parse_chat(chat, served, state.config, client_id(http))
+        chat, parsed, sources = await add_sources(
+            state,
+            chat,
+            served,
+            http,
+            lambda body: requests.parse_chat(body, served, state.config, client_id(http)),
         )
     except ApiError as error:
         renamed = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
@@ -57,6 +62,7 @@ async def create_response(state: AppState, body: ResponsesRequest, http: HttpReq
         kept.prompt = requests.template_messages(chat.messages)
     streams = await state.submit(parsed.requests, http, parsed.n_prompt_tokens)
     answer = _ResponseBuilder(body, served.name, streams[0], parsed.n_prompt_tokens)
+    answer.sources = sources
     reader = StreamDecoder(streams[0], served.tokenizer)
     if body.stream:
         return EventStream(
@@ -83,6 +89,7 @@ class _ResponseBuilder:
         self.body, self.model, self.stream, self.n_prompt = body, model, stream, n_prompt
         self.id, self.item_id = f"resp_{secrets.token_hex(16)}", f"msg_{secrets.token_hex(16)}"
         self.created = int(time.time())
+        self.sources: list[dict[str, Any]] = []
         self.text, self.finish, self.error = "", None, None  # type: str, str | None, dict[str, Any] | None
 
     @property
@@ -143,6 +150,7 @@ class _ResponseBuilder:
             else None,
             "user": body.user,
             "metadata": body.metadata or {},
+            **({"sources": self.sources} if self.sources else {}),
         }
 
 
@@ -191,6 +199,7 @@ def _to_chat_request(body: ResponsesRequest) -> ChatRequest:
             temperature=body.temperature,
             top_p=body.top_p,
             max_completion_tokens=body.max_output_tokens,
+            sources=body.sources,
             response_format=ResponseFormat(type=form.type, json_schema=schema) if form else None,
         )
     except ValidationError as error:

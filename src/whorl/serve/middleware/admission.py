@@ -24,7 +24,7 @@ from whorl.serve.middleware.auth import KeyLimits, KeyStore
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PUBLIC_PREFIXES = ("/health/", "/static/")
-PUBLIC_PATHS = ("/", "/engine", "/feed", "/loop", "/favicon.ico", "/health", "/openapi.json")
+PUBLIC_PATHS = ("/", "/engine", "/feed", "/loop", "/search", "/favicon.ico", "/health", "/openapi.json")
 
 
 class AdmissionState(Protocol):

@@ -72,6 +72,7 @@ function showPane(mode, focus = false) {
   find(".keys .ctrl").hidden = mode === "chat"; // there Enter alone sends
   const untaught = current()?.chat === false;
   for (const node of document.querySelectorAll(".logged")) node.hidden = !current()?.log;
+  find("#search-page").hidden = !current()?.search;
   find("#untaught").hidden = !untaught;
   find("#untaught").textContent = mode === "chat"
     ? "This model was not trained to chat. It continues the conversation as a text, and its answers will make little sense."

@@ -3,7 +3,7 @@
 // Editing a message or regenerating a response starts a branch. The element of a message is created once and reused as long as
 // its node exists; switching the branch replaces the list of elements.
 
-import { copyText, formatCode } from "./code_blocks.js";
+import { copyText, formatCode, linkSources } from "./code_blocks.js";
 import { createElement, find } from "./dom.js";
 import { ClickQueue, actor, thumbs } from "./feedback.js";
 import { Generation } from "./generation.js";
@@ -121,7 +121,8 @@ export class ChatPane {
     const done = generation.run("chat", { model: page.model, messages, ...body }, page.settings.key).then(() => {
       this.running = null;
       element.classList.remove("writing");
-      formatCode(text);
+      node.sources = generation.sources;
+      this.#format(node, text, find(".sources", element));
       node.error = generation.error;
       if (generation.feedback) node.feedback = { token: generation.feedback.token, kind: "none" };
       page.announcer.end(node.error ? "" : generation.finish === "stopped" ? "Stopped." : "Response complete.");
@@ -152,7 +153,7 @@ export class ChatPane {
     const done = pair.done.then(() => {
       this.running = null;
       const nodes = pair.generations.map((each) => Object.assign(this.tree.add(parent, "assistant", each.tokenText.text), {
-        model: page.model, error: each.error, feedback: each.feedback && { token: each.feedback.token, kind: "none" },
+        model: page.model, error: each.error, sources: each.sources, feedback: each.feedback && { token: each.feedback.token, kind: "none" },
       }));
       const choose = (chosen) => {
         this.elements.delete(nodes[0]);
@@ -211,12 +212,14 @@ export class ChatPane {
   #element(node) {
     const user = node.role === "user";
     const text = createElement("div", { class: "text", dataset: user ? {} : { tokens: "" } });
+    const sources = createElement("div", { class: "sources" });
     text.append(node.text);
-    if (!user) formatCode(text);
+    if (!user) this.#format(node, text, sources);
     if (!user) Object.entries({ role: "group", "aria-label": "Response; use the arrow keys to move between tokens" }).forEach(([key, value]) => text.setAttribute(key, value));
     return createElement("li", { class: `message ${user ? "user" : "model"}` },
       createElement("h2", { class: "who" }, user ? "You" : node.model ?? "Model"),
       text,
+      sources,
       createElement("div", { class: "error", role: "alert", hidden: true }),
       createElement("div", { class: "tools" },
         createElement("span", { class: "branches" }),
@@ -225,6 +228,11 @@ export class ChatPane {
         createElement("button", { class: "quiet copy", type: "button", onclick: (event) => copyText(node.text, event.target) }, "Copy"),
         user ? "" : createElement("span", { class: "feedback" }),
         user ? "" : createElement("span", { class: "stats note" })));
+  }
+
+  #format(node, text, sources) {
+    linkSources(text, sources, node.sources);
+    formatCode(text);
   }
 
   #update(node) {

@@ -2,8 +2,8 @@
 //
 // The API has OpenAI's format, so these pages also work with other servers of that format. Chat and completion streams have
 // different formats; both are converted to chunks
-//     {text, tokens: [{bytes, logprob, alternatives: [{bytes, logprob}]}], finish, usage, feedback}
-// feedback: {token, expires} of a completion that the server keeps.
+//     {text, tokens: [{bytes, logprob, alternatives: [{bytes, logprob}]}], finish, usage, feedback, sources}
+// feedback: {token, expires} of a completion that the server keeps. sources: [{number, id, title, text}] of its prompt.
 // URLs are relative to the page, so the server may run under a path of a larger site. A generation is cancelled by closing
 // its connection (AbortController).
 
@@ -80,7 +80,7 @@ export async function listModels(options) {
   const { data } = await get("v1/models", options);
   return (Array.isArray(data) ? data : [])
     .filter((model) => !Array.isArray(model.capabilities) || model.capabilities.includes("completion"))
-    .map((model) => ({ id: String(model.id), chat: model.whorl?.chat ?? model.chat !== "transcript", log: model.whorl?.log ?? false, compare: model.whorl?.compare ?? 0 }));
+    .map((model) => ({ id: String(model.id), chat: model.whorl?.chat ?? model.chat !== "transcript", log: model.whorl?.log ?? false, search: model.whorl?.search ?? false, compare: model.whorl?.compare ?? 0 }));
 }
 
 /**
@@ -151,6 +151,7 @@ export async function* stream(kind, body, options) {
         finish: choice.finish_reason ?? null,
         usage: chunk.usage ?? null,
         feedback: chunk.feedback ?? null,
+        sources: chunk.sources ?? null,
       };
     }
   } catch (error) {

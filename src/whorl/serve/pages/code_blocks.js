@@ -1,7 +1,8 @@
 // Code in a response: the text between ``` fences becomes a block in monospace with a button that copies it.
 //
 // The text of the response does not change: fences stay in it, shown small, so that copying and editing give what the model
-// wrote. Token spans move into the block; one that crosses a border is split.
+// wrote. Token spans move into the block; one that crosses a border is split. Citations such as [1] become links in the same way;
+// they open their source in a list below the response.
 
 import { createElement } from "./dom.js";
 import { splitSpan } from "./tokenview.js";
@@ -26,6 +27,31 @@ export function formatCode(response) {
     const open = part(block.start, block.code, "fence");
     const copy = createElement("button", { class: "quiet copy-code", type: "button", onclick: () => copyText(code.textContent, copy) }, "Copy code");
     response.insertBefore(createElement("div", { class: "code-block mono" }, open, code, close, copy), nodeAt(response, block.start));
+  }
+}
+
+/** Fills `list` with sources [{number, id, title, text}]; returns a map from numbers to elements. */
+export function showSources(list, sources) {
+  const entries = new Map((sources ?? []).map((source) => [source.number, createElement("details", {},
+    createElement("summary", {}, `[${source.number}] ${source.title || source.id}`), createElement("p", {}, source.text))]));
+  list.replaceChildren(...entries.values());
+  return entries;
+}
+
+/** Also links the citations of a finished response, before its code is formatted. */
+export function linkSources(response, list, sources) {
+  const entries = showSources(list, sources);
+  const text = response.textContent, code = codeBlocks(text);
+  for (const { 0: cited, 1: number, index } of [...text.matchAll(/\[(\d+)\]/g)].reverse()) {
+    const entry = entries.get(Number(number));
+    if (!entry || code.some((block) => block.start <= index && index < block.stop)) continue;
+    const open = (event) => {
+      event.preventDefault();
+      entry.open = true;
+      entry.firstChild.focus();
+    };
+    const link = createElement("a", { class: "cite", href: "#", onclick: open }, ...takeNodes(response, index, index + cited.length));
+    response.insertBefore(link, nodeAt(response, index));
   }
 }
 

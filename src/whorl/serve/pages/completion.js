@@ -4,6 +4,7 @@
 // spans. They carry the colors and identify the token at the pointer or the caret. When the user edits the text, the spans
 // after the edit are removed, because these tokens no longer follow the text before them.
 
+import { showSources } from "./code_blocks.js";
 import { createElement, find } from "./dom.js";
 import { Generation } from "./generation.js";
 import { readStorage, writeStorage } from "./settings.js";
@@ -24,7 +25,8 @@ export class CompletionPane {
     this.stats = find(".stats", section);
     this.branches = find(".branches", section);
     this.errorBox = createElement("div", { class: "error", role: "alert", hidden: true });
-    find(".bar", section).before(this.errorBox);
+    this.sources = createElement("div", { class: "sources" });
+    find(".bar", section).before(this.sources, this.errorBox);
     this.text = ""; // the text of the spans
     this.spans = []; // {start, end, node}: token spans of the overlay, in order; node may be plain text
     this.baseText = null; // the text before the last completion
@@ -80,6 +82,7 @@ export class CompletionPane {
     this.area.readOnly = true;
     const done = generation.run("complete", { model: page.model, prompt: base, ...body }, page.settings.key).then(() => {
       this.running = null;
+      showSources(this.sources, generation.sources);
       this.area.readOnly = false;
       page.announcer.end(generation.error ? "" : generation.finish === "stopped" ? "Stopped." : "Completion finished.");
       if (this.text !== base || !generation.error) this.#saveVersion(generation.summary());

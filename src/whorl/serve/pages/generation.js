@@ -32,6 +32,7 @@ export class Generation {
     this.chunks = 0;
     this.usage = null;
     this.feedback = null; // {token, expires} of a completion that the server keeps
+    this.sources = null; // [{number, id, title, text}] of the prompt
     this.finish = null;
     this.error = null;
     this.frame = 0;
@@ -50,6 +51,7 @@ export class Generation {
         this.finish = chunk.finish ?? this.finish;
         this.usage = chunk.usage ?? this.usage;
         this.feedback = chunk.feedback ?? this.feedback;
+        this.sources = chunk.sources ?? this.sources;
         this.frame ||= requestAnimationFrame(() => this.#draw());
         if (this.stopRepeats && repeats(this.tokenText.text)) {
           this.finish = "repeats";

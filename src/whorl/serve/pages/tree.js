@@ -48,15 +48,16 @@ export class MessageTree {
     parent.activeChild = Math.min(parent.activeChild, parent.children.length - 1);
   }
 
-  /** The tree as nested arrays [role, text, children, activeChild, feedback], for a reload of the page. */
+  /** The tree as nested arrays [role, text, children, activeChild, feedback, sources], for a reload of the page. */
   pack(node = this.root) {
-    return [node.role, node.text, node.children.map((child) => this.pack(child)), node.activeChild, node.feedback ?? null];
+    return [node.role, node.text, node.children.map((child) => this.pack(child)), node.activeChild, node.feedback ?? null, node.sources ?? null];
   }
 
   /** The inverse of `pack`; an empty tree for invalid data. */
   static unpack(packed) {
     const tree = new MessageTree();
-    const fill = (node, [, , children, activeChild, feedback]) => {
+    const fill = (node, [, , children, activeChild, feedback, sources]) => {
+      if (Array.isArray(sources)) node.sources = sources;
       if (feedback?.token) node.feedback = feedback;
       for (const child of children) fill(tree.add(node, String(child[0]), String(child[1])), child);
       if (node.children[activeChild]) node.activeChild = activeChild;

@@ -1,0 +1,1 @@
+"""Change data capture: what was committed to a database, or saved in a folder, enters the log."""
