@@ -16,7 +16,7 @@ quickstart: .venv
 test: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
-bench-smoke: .venv/dev  ## every bench at tiny sizes; SLICE=2/16 runs a part
+bench-smoke: .venv/dev  ## every bench at tiny sizes; SLICE=2/24 runs a part
 	$(BIN)/python bench/run_all.py --smoke --slice $(or $(SLICE),1/1)
 
 check: .venv/dev  ## lint, format, types, import contracts

@@ -18,6 +18,8 @@ TITLES = {
     "hf": "Hugging Face generate",
     "lmeval": "lm-evaluation-harness",
     "lmeval_vllm": "lm-evaluation-harness on vLLM",
+    "mctx": "mctx",
+    "bm25s": "bm25s",
 }
 MODULES = {
     "vllm": ("vllm",),
@@ -26,6 +28,8 @@ MODULES = {
     "hf": ("transformers",),
     "lmeval": ("lm_eval",),
     "lmeval_vllm": ("lm_eval", "vllm"),
+    "mctx": ("mctx",),
+    "bm25s": ("bm25s",),
 }
 ENGINES = ("vllm", "openvino", "llama", "hf")
 FIND = (

@@ -32,7 +32,7 @@ from whorl.engine.config import BATCH_BURST, EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.sampling_params import SamplingParams
 from whorl.models import make_model
-from whorl.plan.cost import decoder_config
+from whorl.plan.accounting.model_cost import decoder_config
 from whorl.tracking.seeds import numpy_rng
 
 THREADS = 2

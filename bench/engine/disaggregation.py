@@ -29,7 +29,7 @@ from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.request import Request
 from whorl.engine.sampling_params import SamplingParams
 from whorl.models import Transformer
-from whorl.plan.cost import decoder_config
+from whorl.plan.accounting.model_cost import decoder_config
 from whorl.serve.worker.disaggregated import DisaggregatedEngine
 from whorl.tracking.seeds import generator
 

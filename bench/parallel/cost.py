@@ -34,7 +34,7 @@ from whorl.plan.layout_cost import layout_cost
 from whorl.train.config import OptimConfig
 from whorl.train.job import Job
 from whorl.train.lm.build import allocate_shared, build_learner, build_model
-from whorl.train.lm.laid_out import micro_batches_of_pass
+from whorl.train.lm.laid_out import whole_pass
 
 RANKS = 2
 FIT = [
@@ -86,7 +86,7 @@ def step_seconds(group: ProcessGroup, case: Sequence[Any], steps: int) -> float:
     for _ in range(steps + 2):
         dist.barrier()
         began = time.perf_counter()
-        update.accumulate(update.objective(micro_batches_of_pass(parts, job)))
+        update.accumulate(update.objective(whole_pass(parts, job)))
         update.step(1.0)
         times.append(time.perf_counter() - began)
     return median(times[2:])

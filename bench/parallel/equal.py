@@ -48,6 +48,7 @@ PRELOAD = ("whorl.parallel.layout", "whorl.train.lm.build", "whorl.parallel.dist
 MODELS = {
     "llama": {"mlp": "swiglu"},
     "tied": {"mlp": "swiglu", "tie_embeddings": True},
+    "sharing": {"mlp": "swiglu", "kv_sharing_factor": 2},
     "experts": {"experts": MoEConfig(n_experts=4, top_k=2, hidden=32, shared_hidden=32)},
 }
 LAYOUTS = {
@@ -62,7 +63,10 @@ LAYOUTS = {
         "dp=2,tp=2,pp=2",
     ],
     "tied": ["tp=2", "pp=2", "fsdp=2,pp=2"],
-    "experts": ["dp=2,ep=2", "dp=4,ep=4", "tp=2", "pp=2", "fsdp=2", "dp=2,ep=2,tp=2", "dp=2,ep=2,pp=2", "dp=4,ep=2"],
+    "sharing": ["dp=2", "pp=2"],
+    "experts": [
+        "dp=2,ep=2", "dp=4,ep=4", "tp=2", "pp=2", "fsdp=2", "fsdp=2,pp=2", "dp=2,ep=2,tp=2", "dp=2,ep=2,pp=2", "dp=4,ep=2",
+    ],
 }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ KINDS = ("shared", "ref", "gloo", "gloo_adamw", "ddp")
 
 def make_job(args: argparse.Namespace, kind: str) -> Any:
     """Return the job of a kind."""
-    from whorl.plan.cost import decoder_config
+    from whorl.plan.accounting.model_cost import decoder_config
     from whorl.train.job import Job
 
     adamw = kind.endswith("adamw") or kind == "ddp"

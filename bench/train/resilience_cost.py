@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse_quick, sized
 
 from whorl.machine.device_probe import probe
-from whorl.plan.cost import decoder_config
+from whorl.plan.accounting.model_cost import decoder_config
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.config import SpikeGuardConfig
 from whorl.train.job import Job

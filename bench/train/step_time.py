@@ -33,7 +33,7 @@ from whorl.machine.device_probe import probe
 from whorl.machine.malloc import keep_freed_memory
 from whorl.models import TransformerConfig
 from whorl.models.transformer_config import AttentionConfig
-from whorl.plan.cost import decoder_config
+from whorl.plan.accounting.model_cost import decoder_config
 from whorl.train.job import Job
 from whorl.train.profiling.step_timer import time_steps
 

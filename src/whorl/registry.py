@@ -147,6 +147,19 @@ def require_extra(setting: str, module: str, extra: str) -> None:
         )  # fmt: skip
 
 
+def import_backend(name: str, path: str, extra: str) -> Any:
+    """Return the class at "module:attribute" of a back end. extra: that has its client, "" if none is needed.
+
+    Raises:
+        ConfigError: its client is not installed.
+    """
+    try:
+        return import_attribute(path)
+    except ImportError as error:
+        problem = f"{name} needs a package that is not installed: {error}"
+        raise ConfigError(problem, do=f"pip install 'whorl[{extra}]'") from error
+
+
 def import_attribute(path: str) -> Any:
     """Return the object at "module:attribute".
 

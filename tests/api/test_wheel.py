@@ -25,7 +25,11 @@ CLIENTS = {
     "whorl.log.postgres",
     "whorl.log.nats",
     "whorl.log.kafka",
+    "whorl.loop.capture.mariadb",
+    "whorl.loop.capture.postgres",
     "whorl.loop.simulated_raters",
+    "whorl.search.opensearch",
+    "whorl.search.postgres",
 }  # of servers
 # Hides the modules in the list `argv[1]`, as if they were not installed.
 BLOCKER = """\

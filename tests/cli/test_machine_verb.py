@@ -73,7 +73,7 @@ def test_machine_json_of_a_model_and_of_a_plan(tmp_path: Path) -> None:
 )
 def test_machine_refuses(words: tuple[object, ...], message: str, tmp_path: Path) -> None:
     assert message in refuse(tmp_path, *words)
-    assert "has no artifact 'nothing'" in refuse(tmp_path, "machine", "nothing", code=1)
+    assert "has no artifact 'nothing'" in refuse(tmp_path, "machine", "nothing")
 
 
 def test_machine_refuses_a_type_without_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from tests.support.cli import refuse, succeed
 
+from whorl.report.animation import draws_pictures
 from whorl.store import Store
 
 QUICK = ("--steps", 512, "--seeds", 2, "--episodes", 2, "--episode-steps", 50, "--set", "hidden=[8]")
@@ -133,3 +136,133 @@ def test_environment_without_its_packages_names_the_remedy(
 def test_train_names_page_and_next_command(trained: Path) -> None:
     again = succeed(trained, "rl", "train", "ppo", "CartPole-v1", *QUICK).stdout
     assert "looked up" in again and "curve.html" in again and "whorl rl record ppo-CartPole-v1" in again
+
+
+def test_agents_learn_from_recorded_or_given_experts(trained: Path) -> None:
+    agent = next(
+        a for a in Store(trained / ".whorl").artifacts() if a.kind == "agents" and "CartPole" in a.name
+    )
+    printed = succeed(trained, "rl", "record", agent.address, "--demos", 3, "--name", "shown").stdout
+    assert "3 episodes" in printed and "--from shown" in printed
+    small = ("--steps", 256, "--seeds", 1, "--episodes", 1, "--set", "hidden=[8]")
+    succeed(trained, "rl", "train", "clone", "CartPole-v1", "--from", "shown", *small)
+    succeed(trained, "rl", "train", "dagger", "CartPole-v1", "--from", agent.address, *small)
+    store = Store(trained / ".whorl")
+    for pupil, of in (("clone", "shown"), ("dagger", "demos-ppo-CartPole-v1")):
+        parent = store.find(store.open(f"{pupil}-CartPole-v1").parents["demonstrations"])
+        assert parent is not None and parent.name == f"rl/{of}" and parent.parents["expert"] == agent.address
+    assert (
+        len(json.loads(store.open("demos-ppo-CartPole-v1").file("result.json").read_text())["lengths"]) == 10
+    )
+
+
+def test_train_refuses_experts_that_do_not_fit(trained: Path) -> None:
+    words = ("rl", "train", "clone")
+    assert "clone learns from demonstrations" in refuse(trained, *words, "CartPole-v1")
+    message = refuse(trained, *words, "CartPole-v1", "--from", "a2c-FrozenLake-v1")
+    assert "FrozenLake-v1" in message and ("never succeeds" in message or "observations of shape" in message)
+    message = refuse(trained, "rl", "train", "ppo", "FrozenLake-v1", "--from", "a2c-FrozenLake-v1")
+    assert "ppo learns from rewards" in message
+    assert "demos-a2c-FrozenLake-v1" not in [a.name for a in Store(trained / ".whorl").artifacts()]
+
+
+def test_drawn_demonstrations_differ_from_greedy_ones(trained: Path) -> None:
+    actions = []
+    for name, drawn in (("greedy", ()), ("drawn", ("--drawn",))):
+        words = ("rl", "record", "a2c-FrozenLake-v1", "--demos", 20, "--name", name)
+        succeed(trained, *words, *drawn)
+        steps = load_file(Store(trained / ".whorl").open(name).file("episodes.safetensors"))
+        states = steps["observation"].argmax(1)
+        actions.append({(int(s), int(a)) for s, a in zip(states, steps["action"], strict=True)})
+    greedy, drawn = actions
+    assert len(greedy) == len({state for state, _ in greedy})
+    assert len(drawn) > len({state for state, _ in drawn})
+    assert "--drawn is of demonstrations" in refuse(trained, "rl", "record", "a2c-FrozenLake-v1", "--drawn")
+
+
+def test_trials_have_no_pictures() -> None:
+    names = ("bandits", "GoalGrid3-v0", "DeepSea8-v0", "Pendulum-v1")
+    assert [draws_pictures(n) for n in names] == [False, False, True, True]
+
+
+TINY = ("--steps", 256, "--seeds", 1, "--episodes", 2, "--set", "hidden=[8]")
+SMALL = (
+    "--set",
+    "simulations=4",
+    "--set",
+    "opponent_simulations=4",
+    "--set",
+    "n_envs=8",
+    "--set",
+    "learning_starts=64",
+)
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose store has an agent of each game, and one that plays none."""
+    folder = tmp_path_factory.mktemp("games")
+    for game in ("tictactoe", "connect4"):
+        succeed(folder, "rl", "train", "alphazero", game, *TINY, *SMALL)
+    succeed(folder, "rl", "train", "ppo", "CartPole-v1", *TINY)
+    return folder
+
+
+def test_page_of_a_game_has_both_games_move_by_move(games: Path) -> None:
+    page = Store(games / ".whorl").open("alphazero-tictactoe").file("curve.html").read_text()
+    assert "Game as X against UCT" in page and "Game as O against UCT" in page and "Moves as O" in page
+    boards = re.findall(r'<table class="heatmap">(.*?)</table>', page, re.S)
+    for board in boards:  # stones are numbered from 1 without gaps
+        numbers = sorted(int(n) for n in re.findall(r"[XO]<small>(\d+)</small>", board))
+        assert numbers == [*range(1, len(numbers) + 1)] and len(numbers) >= 5
+    assert len(boards) == 2
+
+
+def test_match_prints_the_points_of_both_colours(games: Path) -> None:
+    printed = succeed(
+        games, "rl", "match", "alphazero-tictactoe:8", "random", "--games", 20
+    ).stdout.splitlines()[-1]
+    assert (
+        printed.startswith("alphazero-tictactoe:8 against random in 20 games of tictactoe: ")
+        and " won, " in printed
+    )
+    again = succeed(
+        games, "rl", "match", "alphazero-tictactoe:8", "random", "--games", 20
+    ).stdout.splitlines()[-1]
+    assert again == printed
+    other = succeed(games, "rl", "match", "uct:4", "alphazero-connect4", "--games", 4, "--seed", 3).stdout
+    assert "4 games of connect4" in other
+
+
+@pytest.mark.parametrize(
+    ("players", "messages"),
+    [
+        (("alphazero-tictactoe", "alphazero-connect4"), ("play tictactoe and connect4", "players of one game")),
+        (("uct:10", "random"), ("uct:10 and random play any game", "at least one of them trained")),
+        (("alphazero-tictactoe:0", "random"), ("'0' simulations", "a number above 0")),
+        (("uct:many", "alphazero-tictactoe"), ("'many' simulations", "write uct:100")),
+        (("ppo-CartPole-v1", "random"), ("an agent of CartPole-v1, which is no game", "tictactoe or connect4")),
+    ],
+    ids=["games", "none", "zero", "word", "poles"],
+)  # fmt: skip
+def test_match_refuses_what_cannot_play(
+    games: Path, players: tuple[str, str], messages: tuple[str, ...]
+) -> None:
+    message = refuse(games, "rl", "match", *players)
+    assert all(part in message for part in messages), message
+
+
+def test_a_person_plays_in_the_terminal(games: Path) -> None:
+    typed = "5\n5\n12\nback\n\nquit\n"
+    printed = succeed(games, "rl", "play", "alphazero-tictactoe", "--human", stdin=typed).stdout
+    boards = printed.split("> ")
+    assert ". X ." in boards[1] and "the agent plays" in boards[1] and "visits" in boards[1]
+    assert "the move 5 is illegal" in boards[2] and "a number" not in boards[2]
+    assert "the move '12' is unknown" in boards[3]
+    assert "X" not in boards[4]  # both moves are taken back
+    assert boards[5].count("X") == 1 and "O" not in boards[5]  # an empty line lets the agent begin
+
+
+def test_a_game_in_the_terminal_ends(games: Path) -> None:
+    printed = succeed(games, "rl", "play", "alphazero-tictactoe", "--human", stdin="\n" * 12).stdout
+    assert "has won" in printed or "a draw" in printed

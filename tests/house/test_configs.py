@@ -22,12 +22,12 @@ ONLY_IN_TABLES = {
     *SFTDataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model_fields, *TrainConfig.model_fields,
 }  # fmt: skip
 # Fields of the same name with another meaning: pairs, images and texts per step, rows of calibration, an embedder's choice
-# of its machine, the planner's processes, the fields of a TransformerConfig, `deterministic` of steps that train nothing.
+# of its machine, the planner's processes, the fields of a TransformerConfig, `deterministic` of steps without a model.
 OTHER_MEANING = {
     "embedder": {"batch_size", "dtype"}, "image_classifier": {"batch_size"}, "clip": {"batch_size"},
     "captioner": {"batch_size"}, "text_classifier": {"batch_size"},
     "quantize": {"seq_len"}, "plan": {"model", "replicas", "deterministic"},
-    "evaluate": {"deterministic"},
+    "evaluate": {"deterministic"}, "study": {"deterministic"},
 }  # fmt: skip
 
 

@@ -165,3 +165,10 @@ def test_other_ranks_and_mixers_are_refused_by_name():
     model = make_model(TransformerConfig.model_validate(shape.model_dump()))
     with pytest.raises(ConfigError, match=r"blocks.0.mixer .Mamba. cannot be split"):
         check_layout(model, Layout.parse("tp=2"), ROWS, LENGTH)
+
+
+def test_layers_that_share_keys_are_refused_under_fsdp():
+    shape = config("llama").model_copy(update={"kv_sharing_factor": 2})
+    model = make_model(TransformerConfig.model_validate(shape.model_dump()))
+    with pytest.raises(ConfigError, match="layers that share keys under fsdp"):
+        check_layout(model, Layout.parse("fsdp=2"), ROWS, LENGTH)

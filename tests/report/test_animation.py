@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from whorl.agents.environments.registration import TENSOR_ENVIRONMENTS
+from whorl.agents.environments.trials import TrialEnvironment
 from whorl.agents.methods.registration import make_config
 from whorl.agents.saved_agent import value_map
+from whorl.agents.search.game import GameEnvironment
 from whorl.agents.task import open_method
 from whorl.errors import ConfigError
 from whorl.report.animation import AnimatedEpisode, record_episode
@@ -25,7 +27,10 @@ def recorded(method: str, environment: str, max_steps: int, max_frames: int = 10
     return record_episode(config, open_method(config)[1], max_steps=max_steps, max_frames=max_frames)
 
 
-@pytest.mark.parametrize("environment", TENSOR_ENVIRONMENTS)
+@pytest.mark.parametrize(
+    "environment",
+    [n for n, k in TENSOR_ENVIRONMENTS.items() if not issubclass(k, GameEnvironment | TrialEnvironment)],
+)
 def test_every_built_in_environment_is_drawn(environment: str) -> None:
     episode = recorded("a2c", environment, 5)
     assert episode.steps <= 5 and len(episode.frames) == episode.steps + 1

@@ -13,7 +13,7 @@ from bench.plan.scaling_sweep import SilentCallback
 
 from whorl.corpus import Document
 from whorl.machine.device_probe import probe
-from whorl.plan.cost import decoder_config
+from whorl.plan.accounting.model_cost import decoder_config
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.progress import Progress

@@ -14,7 +14,7 @@ from whorl.api.model import Model, load
 from whorl.evals.likelihood import perplexity
 from whorl.machine.device_probe import probe
 from whorl.models import LanguageModel, save_model
-from whorl.plan.cost import decoder_config
+from whorl.plan.accounting.model_cost import decoder_config
 from whorl.recipes import RunResult, load_recipe, run_recipe
 from whorl.store import Store
 from whorl.tokens import Tokenizer, TokenSet

@@ -35,7 +35,9 @@ VERBS = {
     "sample": "models",
     "serve": "serving",
     "loop": "serving",
+    "watch": "serving",
     "route": "serving",
+    "search": "serving",
     "embed": "models",
     "classify": "models",
     "caption": "models",
@@ -59,8 +61,9 @@ VERBS = {
     "eval": "models",
 }  # verb -> the folder of its module
 GROUPS = {
-    "rl": ("jobs", ("train", "solve", "compare", "record", "methods", "environments")),
+    "rl": ("jobs", ("train", "solve", "compare", "record", "match", "play", "methods", "environments")),
     "gen": ("jobs", ("train", "sample", "compare", "methods")),
+    "plan": ("plan", ("show", "fit", "law", "study", "audit")),
     "log": ("jobs", ("info", "tail", "replay", "copy", "trim")),
     "keys": ("serving", ("add", "list", "revoke")),
     "arena": ("serving", ("serve", "judge", "table", "page", "export")),
@@ -165,7 +168,7 @@ def build_app() -> typer.Typer:
             with_error_handling(getattr(module, inside))
         )
     for group, (folder, verbs) in GROUPS.items():
-        module = importlib.import_module(f"whorl.cli.{folder}.{group}")
+        module = importlib.import_module(f"whorl.cli.{folder}" + f".{group}" * (folder != group))
         about = str(module.__doc__).replace("\n\n    ", "\n\n\b\n    ")  # examples keep their lines
         inner = typer.Typer(help=about, no_args_is_help=True, rich_markup_mode=None)
         for name in verbs:

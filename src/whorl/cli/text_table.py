@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -25,9 +25,10 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Colle
 def print_methods(methods: Mapping[str, type], notes: Mapping[str, str] | None = None) -> None:
     """Print each method with its note, and what its docstring or that of its file has after the name."""
     for name, kind in methods.items():
-        text = (kind.__doc__ or sys.modules[kind.__module__].__doc__ or "").split("(")[0].strip().rstrip(".")
+        text = kind.__doc__ or sys.modules[kind.__module__].__doc__ or ""
+        text = text.partition("\n\n")[0].split("(")[0].strip().rstrip(".")
         note = f"{notes[name]:<9} " if notes else ""
-        print(f"{name:<12} {note}{text.partition(': ')[2]}")
+        print(f"{name:<16}{note}{text.partition(': ')[2]}")
 
 
 def print_settings(config: type[BaseModel], hidden: Collection[str]) -> None:
@@ -41,3 +42,13 @@ def print_settings(config: type[BaseModel], hidden: Collection[str]) -> None:
         if inside and not hasattr(default, "kind"):
             text, default = f"{text}: {', '.join(inside)}", "a table"
         print(f"{name:<20} {getattr(default, 'kind', default)!s:<12} {text}".rstrip())
+
+
+def print_blocks(blocks: Sequence[Any]) -> None:
+    """Print the texts and tables of a report; other blocks need a page."""
+    for block in blocks:
+        if block.kind == "text":
+            print("\n".join(block.lines))
+        elif block.kind == "table":
+            print(f"\n{block.title}")
+            print_table([column.name for column in block.columns], block.rows)

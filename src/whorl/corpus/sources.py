@@ -165,7 +165,7 @@ def readable_path(path: str) -> str:
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def list_files(config: IngestConfig) -> tuple[list[SourceFile], int]:
+def list_files(config: IngestConfig, *, may_be_empty: bool = False) -> tuple[list[SourceFile], int]:
     """Return all files of all sources in order, and the number of files excluded by the globs.
 
     Raises:
@@ -191,7 +191,7 @@ def list_files(config: IngestConfig) -> tuple[list[SourceFile], int]:
         ]  # fmt: skip
         excluded_count += len(candidates) - len(selected)
         files += sorted(selected, key=lambda file: file.path)
-        if not selected:
+        if not selected and not may_be_empty:
             detail = (
                 f"all {len(candidates)} files in it are excluded" if candidates else "the folder is empty"
             )

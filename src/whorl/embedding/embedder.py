@@ -21,7 +21,7 @@ The tokenizer is an argument (`TokenizerProtocol`). Both live in one folder, `Em
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -36,6 +36,7 @@ from safetensors.torch import load_file, save_file
 from whorl.errors import CheckpointError, ConfigError, DataError
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.nn.compiler import meta_device
+from whorl.store import Store
 from whorl.store.files import load_json, require_regular
 
 T = TypeVar("T")
@@ -113,6 +114,21 @@ class Embedder:
             if not len(ids):
                 raise DataError(f"text {number} is empty", expected="at least one character", do="remove it")
         return embed_ids(self.encoder, found, batch_size)
+
+
+def open_encoder(store: Store, ref: str) -> tuple[str, Callable[[list[str]], Vectors]]:
+    """Return the address of an embedder of a store, and its function from texts to unit vectors [n, d].
+
+    Raises:
+        ConfigError: the artifact is no embedder. StoreError: it does not exist.
+    """
+    from whorl.tokens.tokenizer import Tokenizer
+
+    found = store.open(ref)
+    if found.kind != KIND:
+        raise ConfigError(f"{found.name} is of the kind {found.kind}", expected="an embedder", do="whorl ls")
+    found.check()
+    return found.address, Embedder.load(found.path, Tokenizer.load(found.path)).embed
 
 
 def embed_ids(encoder: Encoder, texts: Sequence[Ids], batch_size: int = 64) -> Vectors:

@@ -39,6 +39,19 @@ def context_length(model: LanguageModel, config: EngineConfig) -> int:
     return config.max_model_len
 
 
+def cache_pages(model: LanguageModel, config: EngineConfig, max_model_len: int) -> dict[int | None, int]:
+    """Return the numbers of pages of a cache, by the window of a group of layers."""
+    tokens = config.kv_cache_tokens or max(max_model_len, config.max_num_seqs * max_model_len // 2)
+    pages: dict[int | None, int] = {}
+    for window in page_windows(mixer.cache_spec() for mixer in model.layer_mixers()) or [None]:
+        n = tokens
+        if window is not None:  # live positions of all sequences, plus prefixes that can be reused
+            live = config.max_num_seqs * (window + config.block_size) + config.max_num_batched_tokens + window
+            n = min(tokens, live + tokens // 4)
+        pages[window] = max(1, -(-n // config.block_size))
+    return pages
+
+
 def make_runner_and_cache(
     model: LanguageModel,
     config: EngineConfig,
@@ -49,21 +62,12 @@ def make_runner_and_cache(
 ) -> tuple[ModelRunner, KVCacheManager]:
     """Return the runner with the tensors of its cache, and the manager of their pages.
 
-    Args:
-        max_model_len: longest sequence, in positions.
-        compile_native: compile the native step now if that has not been done on this machine.
+    max_model_len: longest sequence, in positions. compile_native: now, if that has not been done on this machine.
 
     Raises:
         ConfigError: a mixer declares a cache that the engine does not support.
     """
-    tokens = config.kv_cache_tokens or max(max_model_len, config.max_num_seqs * max_model_len // 2)
-    pages: dict[int | None, int] = {}
-    for window in page_windows(mixer.cache_spec() for mixer in model.layer_mixers()) or [None]:
-        n = tokens
-        if window is not None:  # live positions of all sequences, plus prefixes that can be reused
-            live = config.max_num_seqs * (window + config.block_size) + config.max_num_batched_tokens + window
-            n = min(tokens, live + tokens // 4)
-        pages[window] = max(1, -(-n // config.block_size))
+    pages = cache_pages(model, config, max_model_len)
     same = config.batch_invariant
     runner = make_runner(
         model, pages, config.block_size, config.max_num_seqs, max_model_len,

@@ -1,4 +1,4 @@
-"""A compute budget as text: `90s`, `5m`, `2h`, or an amount of arithmetic, `1e15flops`.
+"""A compute budget as text: `90s`, `5m`, `2h`, an amount of arithmetic, `1e15flops`, or money on a device, `3usd@h100`.
 
 `BudgetText` is the type of a configuration field for it. It normalizes the text (`5m` becomes `300s`), so that equal
 budgets have the same address.
@@ -20,15 +20,17 @@ from whorl.errors import ConfigError
 
 MIN_SECONDS = 5.0  # of a training budget: less than processes take to start
 SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-NUMBER = re.compile(r"\s*([0-9.]+(?:e[+]?[0-9]+)?)\s*([a-z]+)\s*", re.IGNORECASE)
+NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]+)\s*(?:@\s*([a-z0-9-]+)\s*)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget: exactly one of the two is set."""
+    """A budget: exactly one of the three is set. device: that the money rents (`plan/dial/price.py` converts it)."""
 
     seconds: float | None = None
     flops: float | None = None
+    usd: float | None = None
+    device: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Budget:
@@ -39,17 +41,26 @@ class Budget:
             amount = float(match[1]) if match else 0.0
         except ValueError:
             amount = 0.0
-        known = unit in SECONDS or unit in ("flop", "flops")
+        device = (match[3] or "").lower() if match else ""
+        known = unit in (("usd",) if device else (*SECONDS, "flop", "flops"))
         if not known or not math.isfinite(amount) or amount <= 0:
             raise ConfigError(
                 f"{text!r} is not a budget",
-                expected="a time (90s, 5m, 2h) or an amount of arithmetic (1e15flops), above zero",
+                expected="a time (90s, 5m, 2h), FLOPs (1e15flops) or dollars on a device (3usd@h100), above zero",
             )
+        if device:
+            return cls(usd=amount, device=device)
         if unit in SECONDS:
             return cls(seconds=amount * SECONDS[unit])
         return cls(flops=amount)
 
+    def scaled(self, factor: float) -> Budget:
+        """Return `factor` times the seconds or FLOPs."""
+        return Budget(self.seconds and factor * self.seconds, self.flops and factor * self.flops)
+
     def __str__(self) -> str:
+        if self.usd is not None:
+            return f"{self.usd:g}usd@{self.device}"
         return f"{self.seconds:g}s" if self.seconds is not None else f"{self.flops:g}flops"
 
 

@@ -82,3 +82,18 @@ def _as_text(value: object) -> object:
 
 
 MemoryText = Annotated[str, BeforeValidator(_as_text), AfterValidator(_normalize)]
+
+
+def memory_in_use() -> int:
+    """Return the bytes held by this process and its children; shared pages count once where the system reports them."""
+    import psutil
+
+    parent = psutil.Process()
+    total = 0
+    for process in [parent, *parent.children(recursive=True)]:
+        try:
+            info = process.memory_full_info()
+            total += getattr(info, "pss", 0) or info.uss
+        except psutil.Error:
+            continue  # the process ended in the meantime
+    return total

@@ -68,6 +68,9 @@ def check_layout(model: LanguageModel, layout: Layout, rows: int, length: int) -
     if config.experts is not None:
         layout.check_divides("ep", "experts", config.experts.n_experts)
         layout.check_divides("tp", "hidden units of an expert", config.experts.hidden)
+    if layout.fsdp > 1 and config.kv_sharing_factor > 1:
+        what = "layers that share keys under fsdp: FSDP2 gives each layer copies of what another appended"
+        raise ConfigError(what, expected="dp", do="use dp in place of fsdp")
     if layout.tp == 1:
         return
     blocks: list[Any] = list(model.blocks)

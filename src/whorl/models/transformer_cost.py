@@ -13,6 +13,7 @@ FLOPs of a training token, forward + backward, are a sum (Kaplan et al. 2020, ar
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from typing import Any
 
@@ -34,18 +35,30 @@ def flops_per_token(
     config: TransformerConfig, blocks: nn.ModuleList, matrix_params: int, length: int
 ) -> float:
     """Return the FLOPs of one training token in rows of `length` (see the top of this file)."""
-    flops = 6.0 * matrix_params
-    for block, mixer in zip(blocks, config.layer_mixers(), strict=True):
-        if isinstance(mixer, AttentionConfig):
-            flops += 6.0 * mixer.n_heads * 2 * mixer.head_dim * mean_keys(mixer, length)
-        elif isinstance(mixer, MLAConfig):
-            features = mixer.nope_dim + mixer.rope_dim + mixer.v_dim
-            flops += 6.0 * mixer.n_heads * features * mean_causal_keys(length, None)
-        elif length:
-            module: Any = block.mixer
-            weights = 2.0 * sum(p.numel() for p in module.parameters() if p.dim() > 1)
-            flops += 3.0 * (count_flops(module, config.d_model, length, weights) - weights)
-    return flops
+    pairs = zip(blocks, config.layer_mixers(), strict=True)
+    scores = (mixer_cost(mixer, block, config.d_model, length)[0] for block, mixer in pairs)
+    return 6.0 * matrix_params + 3.0 * sum(scores)
+
+
+def mixer_cost(
+    mixer: Any, block: Any, d_model: int, length: int, *, decodes: bool = False, masked: bool = True
+) -> tuple[float, float]:
+    """Return, per position, the FLOPs of a forward beyond the weight matrices, and the numbers that are read and written.
+
+    decodes: one position after `length`, which reads what is cached. masked: False counts the pairs of a mask's zeros, too.
+    """
+    if isinstance(mixer, AttentionConfig):
+        features, cached = 2 * mixer.n_heads * mixer.head_dim, 2 * mixer.n_kv_heads * mixer.head_dim
+        keys, window = mean_keys(mixer, length), mixer.window or length
+    elif isinstance(mixer, MLAConfig):
+        features = mixer.n_heads * (mixer.nope_dim + mixer.rope_dim + mixer.v_dim)
+        keys, window, cached = mean_causal_keys(length, None), length, mixer.kv_rank + mixer.rope_dim
+    else:
+        weights = 2.0 * sum(p.numel() for p in block.mixer.parameters() if p.dim() > 1)
+        flops = count_flops(block.mixer, d_model, 1 if decodes else length, weights) if length else weights
+        return flops - weights, 2.0 * d_model
+    keys = length if not masked else min(length, window) if decodes else keys
+    return 2.0 * features * keys, features + cached * (keys if decodes else 1)
 
 
 @torch.no_grad()
@@ -187,34 +200,21 @@ def measured_bytes(mixer: nn.Module, d_model: int, length: int, dtype: torch.dty
 
 def linear_shapes(model: TransformerConfig) -> dict[str, tuple[int, int, int]]:
     """Return the linear layers: name -> (outputs, inputs, layers that have it). Heads of attention and dense MLPs only."""
-    found: dict[str, list[int]] = {}
-
-    def add(name: str, n: int, k: int) -> None:
-        entry = found.setdefault(f"{name} {n}x{k}", [n, k, 0])
-        entry[2] += 1
-
+    found = Counter[tuple[str, int, int]]()
     for number, mixer in enumerate(model.layer_mixers()):
         if isinstance(mixer, AttentionConfig):
             wide, narrow = mixer.n_heads * mixer.head_dim, mixer.n_kv_heads * mixer.head_dim
-            if mixer.fused_qkv:
-                add("qkv", wide + 2 * narrow, model.d_model)
-            else:
-                add("q", wide, model.d_model)
-                add("kv", narrow, model.d_model)
-                add("kv", narrow, model.d_model)
-            add("out", model.d_model, wide)
+            heads = [("q", wide), ("kv", narrow), ("kv", narrow)]
+            heads = [("qkv", wide + 2 * narrow)] if mixer.fused_qkv else heads
+            found.update([*((name, n, model.d_model) for name, n in heads), ("out", model.d_model, wide)])
         if model.experts is None or number in model.experts.dense_layers:
-            add("up", model.mlp_hidden * (2 if model.mlp in GATED else 1), model.d_model)
-            add("down", model.d_model, model.mlp_hidden)
+            up = model.mlp_hidden * (2 if model.mlp in GATED else 1)
+            found.update([("up", up, model.d_model), ("down", model.d_model, model.mlp_hidden)])
+    names = Counter(name for name, _, _ in found)
     return {
-        name.partition(" ")[0] if _unique(name, found) else name: (n, k, c)
-        for name, (n, k, c) in found.items()
+        name if names[name] == 1 else f"{name} {n}x{k}": (n, k, count)
+        for (name, n, k), count in found.items()
     }
-
-
-def _unique(name: str, names: dict[str, list[int]]) -> bool:
-    first = name.partition(" ")[0]
-    return sum(other.partition(" ")[0] == first for other in names) == 1
 
 
 def unlisted_parts(model: TransformerConfig) -> list[str]:

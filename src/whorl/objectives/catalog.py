@@ -35,6 +35,7 @@ class ObjectiveInfo:
 
 
 _OBJECTIVES = "whorl.objectives."
+_METHODS = "whorl.agents."
 _ADVANTAGES = _OBJECTIVES + "advantages."
 
 # (name, formula, paper, module)
@@ -187,58 +188,10 @@ _POLICY_GRADIENTS = [
         _OBJECTIVES + "llm_policy",
     ),
     (
-        "a2c",
-        "- A log pi + c_v (V - R)^2 / 2 - c_e H",
-        "Mnih et al. 2016, arXiv:1602.01783",
-        _OBJECTIVES + "actor_critic",
-    ),
-    (
-        "impala",
-        "a2c with A and R from v_trace",
-        "Espeholt et al. 2018, arXiv:1802.01561",
-        _OBJECTIVES + "actor_critic",
-    ),
-    (
-        "trpo",
-        "- ratio A, within a KL divergence",
-        "Schulman et al. 2015, arXiv:1502.05477",
-        _OBJECTIVES + "actor_critic",
-    ),
-    (
-        "cpo",
-        "trpo with a limit on the cost",
-        "Achiam et al. 2017, arXiv:1705.10528",
-        _OBJECTIVES + "actor_critic",
-    ),
-    (
-        "dqn",
-        "huber(Q(s, a) - r - g max_b Q'(s', b))",
-        "Mnih et al. 2015, doi:10.1038/nature14236",
-        _OBJECTIVES + "action_value",
-    ),
-    (
-        "a3c",
-        "a2c, its gradient computed by the actors",
-        "Mnih et al. 2016, arXiv:1602.01783",
-        _OBJECTIVES + "actor_critic",
-    ),
-    (
-        "ddpg",
-        "(Q(s, a) - r - g Q'(s', mu'(s')))^2 / 2 and - Q(s, mu(s))",
-        "Lillicrap et al. 2016, arXiv:1509.02971",
-        _OBJECTIVES + "action_value",
-    ),
-    (
-        "td3",
-        "ddpg with the least of two Q', disturbed mu', and fewer steps of mu",
-        "Fujimoto et al. 2018, arXiv:1802.09477",
-        _OBJECTIVES + "action_value",
-    ),
-    (
-        "sac",
-        "(Q(s, a) - r - g (Q'(s', b) - alpha log pi(b)))^2 / 2 and alpha log pi - Q",
-        "Haarnoja et al. 2018, arXiv:1812.05905",
-        _OBJECTIVES + "action_value",
+        "expert_iteration",
+        "- log pi(y|x) over the completions that pass, as in sft",
+        "Singh et al. 2023, arXiv:2312.06585",
+        _OBJECTIVES + "llm_policy",
     ),
     (
         "value_loss",
@@ -253,6 +206,43 @@ _POLICY_GRADIENTS = [
         _OBJECTIVES + "llm_policy",
     ),
 ]
+
+_AGENTS = [
+    ("a2c", "- A log pi + c_v (V - R)^2 / 2 - c_e H",
+     "Mnih et al. 2016, arXiv:1602.01783", _OBJECTIVES + "actor_critic"),
+    ("impala", "a2c with A and R from v_trace",
+     "Espeholt et al. 2018, arXiv:1802.01561", _OBJECTIVES + "actor_critic"),
+    ("trpo", "- ratio A, within a KL divergence",
+     "Schulman et al. 2015, arXiv:1502.05477", _OBJECTIVES + "actor_critic"),
+    ("cpo", "trpo with a limit on the cost",
+     "Achiam et al. 2017, arXiv:1705.10528", _OBJECTIVES + "actor_critic"),
+    ("dqn", "huber(Q(s, a) - r - g max_b Q'(s', b))",
+     "Mnih et al. 2015, doi:10.1038/nature14236", _OBJECTIVES + "action_value"),
+    ("a3c", "a2c, its gradient computed by the actors",
+     "Mnih et al. 2016, arXiv:1602.01783", _OBJECTIVES + "actor_critic"),
+    ("ddpg", "(Q(s, a) - r - g Q'(s', mu'(s')))^2 / 2 and - Q(s, mu(s))",
+     "Lillicrap et al. 2016, arXiv:1509.02971", _OBJECTIVES + "action_value"),
+    ("td3", "ddpg with the least of two Q', disturbed mu', and fewer steps of mu",
+     "Fujimoto et al. 2018, arXiv:1802.09477", _OBJECTIVES + "action_value"),
+    ("sac", "(Q(s, a) - r - g (Q'(s', b) - alpha log pi(b)))^2 / 2 and alpha log pi - Q",
+     "Haarnoja et al. 2018, arXiv:1812.05905", _OBJECTIVES + "action_value"),
+    ("clone", "- log pi(a|s) over the steps of an expert",
+     "Pomerleau 1991, doi:10.1162/neco.1991.3.1.88", _METHODS + "imitation.clone"),
+    ("dagger", "clone, also in the states that the policy visits",
+     "Ross et al. 2011, arXiv:1011.0686", _METHODS + "imitation.clone"),
+    ("gail", "ppo with the reward log D(s, a) - log(1 - D(s, a)), D a discriminator of the expert's steps",
+     "Ho & Ermon 2016, arXiv:1606.03476", _METHODS + "imitation.gail"),
+    ("max-entropy-irl", "- log p(trajectories of the expert) under pi(a|s) = exp(q(s, a) - v(s))",
+     "Ziebart et al. 2008 (AAAI)", _METHODS + "imitation.inverse"),
+    ("rl2", "ppo of a policy that reads the whole trial",
+     "Duan et al. 2016, arXiv:1611.02779", _METHODS + "meta.rl2"),
+    ("one-shot", "clone of a policy that reads one demonstration",
+     "Duan et al. 2017, arXiv:1703.07326", _METHODS + "meta.one_shot"),
+    ("alphazero", "- sum_a pi(a|s) log p(a|s) + (v(s) - z)^2, pi of a search",
+     "Silver et al. 2018, doi:10.1126/science.aar6404", _METHODS + "search.alphazero"),
+    ("mpc", "(f(s, a) - (s' - s, r))^2, of a model to plan with",
+     "Chua et al. 2018, arXiv:1805.12114", _METHODS + "search.mpc"),
+]  # fmt: skip
 
 _ESTIMATORS = [
     (
@@ -386,5 +376,13 @@ _GENERATIVE = [
     ),
 ]
 
-_ROWS = (*_LANGUAGE_MODEL, *_DISTILLATION, *_PREFERENCES, *_POLICY_GRADIENTS, *_ESTIMATORS, *_GENERATIVE)
+_ROWS = (
+    *_LANGUAGE_MODEL,
+    *_DISTILLATION,
+    *_PREFERENCES,
+    *_POLICY_GRADIENTS,
+    *_AGENTS,
+    *_ESTIMATORS,
+    *_GENERATIVE,
+)
 CATALOG: Mapping[str, ObjectiveInfo] = MappingProxyType({row[0]: ObjectiveInfo(*row) for row in _ROWS})

@@ -3,6 +3,7 @@
     total = - sum over tokens t of  w_t surrogate_t  +  kl_coef sum_t w_t kl_t  -  entropy_coef sum_t w_t H_t
 
     surrogate   REINFORCE   A log pi                                   (Williams 1992, doi:10.1007/BF00992696)
+                expert iteration: the same with A = 1, of completions that pass: SFT on them (arXiv:2312.06585)
                 PPO         min(r A, clip(r, 1 - low, 1 + high) A)     r = pi / pi_old (arXiv:1707.06347, eq. 7)
                 DAPO        the same, high > low                       (arXiv:2503.14476, eq. 8)
                 dual clip   max(the above, c A) where A < 0            (Ye et al. 2020, arXiv:1912.09729, eq. 5)
@@ -80,6 +81,7 @@ class PolicyLossConfig:
     kl_coef, kl_estimator, kl_apply_to: the KL penalty, its estimator, and whether it is part of the loss or of the
     reward.
 
+    only_passed: train on the completions that pass alone, each with the reward 1.
     baseline, scale_rewards, scale_over: see `advantages/group_advantages.py`. Two parts of DAPO belong to its rollouts
     (`align/rl/config.py`): resampling of groups with equal rewards, and `overlong_reward`.
     """
@@ -97,6 +99,7 @@ class PolicyLossConfig:
     baseline: Baseline = "batch"
     scale_rewards: StdEstimator = "none"
     scale_over: ScaleOver = "baseline"
+    only_passed: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -154,12 +157,13 @@ PRESETS: Mapping[str, PolicyLossConfig] = MappingProxyType(
         "dr_grpo": replace(_GRPO, scale_rewards="none", aggregation="constant", kl_coef=0.0),
         "dapo": replace(_GRPO, clip_high=0.28, aggregation="token", kl_coef=0.0),
         "gspo": replace(_GRPO, ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),
+        "expert_iteration": replace(_REINFORCE, baseline="none", only_passed=True),
     }
 )
 
 
 # By name in a configuration (`align/rl/config.py`).
-REINFORCE, RLOO, PPO, GRPO, DR_GRPO, DAPO, GSPO = PRESETS.values()
+REINFORCE, RLOO, PPO, GRPO, DR_GRPO, DAPO, GSPO, EXPERT_ITERATION = PRESETS.values()
 
 
 def policy_loss(tokens: CompletionTokens, config: PolicyLossConfig) -> Loss:

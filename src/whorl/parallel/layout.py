@@ -19,7 +19,7 @@ over ep, rows over cp; then recomputation, compilation, and FSDP2 last. Names of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
@@ -235,6 +235,7 @@ def apply_layout(
     shards: Mapping[str, Shard],
     objective: Callable[[Any], Callable[[Mapping[str, Tensor]], Any]],
     compile_block: Callable[[nn.Module], None] | None = None,
+    loads: Sequence[Sequence[float]] = (),
 ) -> LaidOut:
     """Change a whole model into this rank's part of it (see the top of this file).
 
@@ -243,12 +244,14 @@ def apply_layout(
         shards: how its parameters are held on the tensor axis (`models/parallel_parts.py`).
         objective: makes the loss function of a stage's model.
         compile_block: compiles a block in place.
+        loads: of the experts of each layer that has some, which are placed by them; without, by number.
     """
     layout, at = mesh.layout, mesh.at
     numbers = stage_numbers(layout.pp, at["pp"], layout.schedule)
     n_stages = layout.pp * len(numbers)
     bounds = [len(model.blocks) * n // n_stages for n in range(n_stages + 1)]
-    places = place_parameters(model, layout, shards, bounds)
+    owners = expert_owners(model, layout.ep, loads)
+    places = place_parameters(model, layout, shards, bounds, owners)
     keep_blocks(
         model, [range(bounds[n], bounds[n + 1]) for n in numbers], 0 in numbers, n_stages - 1 in numbers
     )
@@ -258,12 +261,11 @@ def apply_layout(
         _split_modules(model, tensor)
     expert, context = mesh.group("ep"), mesh.group("cp")
     if expert is not None:
-        from whorl.parallel.expert_dispatch import place_experts, shard_experts
+        from whorl.parallel.expert_dispatch import shard_experts  # imports torch's compiler
 
-        for block in model.blocks:
-            if hasattr(getattr(block, "mlp", None), "experts"):
-                n_experts = len(block.mlp.experts)
-                shard_experts(block.mlp.experts, place_experts([0.0] * n_experts, layout.ep), expert)
+        for number, ranks in owners.items():
+            if hasattr(getattr(model.blocks[number], "mlp", None), "experts"):  # of a stage of this rank
+                shard_experts(model.blocks[number].mlp.experts, ranks, expert)
     views = []
     for n in numbers:
         first, last = n == 0, n == n_stages - 1
@@ -287,19 +289,31 @@ def apply_layout(
     return LaidOut(mesh, views, places)
 
 
+def expert_owners(model: Any, ranks: int, loads: Sequence[Sequence[float]] = ()) -> dict[int, list[int]]:
+    """Return block -> the rank of each of its experts, for the blocks that have experts."""
+    if ranks == 1:
+        return {}
+    from whorl.parallel.expert_dispatch import place_experts  # imports torch's compiler
+
+    layers = [n for n, block in enumerate(model.blocks) if hasattr(getattr(block, "mlp", None), "experts")]
+    given = loads or [[0.0] * len(model.blocks[n].mlp.experts) for n in layers]
+    return {n: place_experts(load, ranks) for n, load in zip(layers, given, strict=True)}
+
+
 def place_parameters(
-    model: Any, layout: Layout, shards: Mapping[str, Shard], bounds: list[int]
+    model: Any,
+    layout: Layout,
+    shards: Mapping[str, Shard],
+    bounds: list[int],
+    owners: Mapping[int, list[int]],
 ) -> dict[str, Place]:
-    """Return where the parameters of a whole model are held. bounds: first block of each stage."""
+    """Return where the parameters of a whole model are held.
+
+    bounds: first block of each stage. owners: block -> the rank of each expert.
+    """
     held = [stage_numbers(layout.pp, rank, layout.schedule) for rank in range(layout.pp)]
     ranks = [next(r for r, numbers in enumerate(held) if n in numbers) for n in range(len(bounds) - 1)]
     first, last, found = ranks[0], ranks[-1], {}
-    experts = [int(name.rsplit(".", 1)[1]) for name in shards if ".experts." in name]
-    owners: list[int] = []
-    if experts and layout.ep > 1:
-        from whorl.parallel.expert_dispatch import place_experts  # imports torch's compiler
-
-        owners = place_experts([0.0] * (max(experts) + 1), layout.ep)
     for name, parameter in model.named_parameters():
         if name.startswith("blocks."):
             number = int(name.split(".")[1])
@@ -310,7 +324,8 @@ def place_parameters(
             stages = (
                 (first, last) if name == "embedding" and model.head is None and first != last else (first,)
             )
-        expert = owners[int(name.rsplit(".", 1)[1])] if owners and ".experts." in name else None
+        path = name.split(".")
+        expert = owners[int(path[1])][int(path[-1])] if owners and "experts" in path else None
         found[name] = Place(parameter.shape, shards[name], stages, expert, not name.startswith("memory."))
     return found
 

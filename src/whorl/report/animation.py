@@ -98,6 +98,13 @@ def record_episode(
     return AnimatedEpisode(frames, frame_ms, stride, step, total, ended)
 
 
+def draws_pictures(name: str) -> bool:
+    """Whether an environment has pictures, for which a package may be missing."""
+    (envs := make_env(name, 1)).close()
+    tables = envs.tables()
+    return name in PAINTERS or isinstance(envs, GymnasiumEnvironment) or bool(tables and tables.rows)
+
+
 Draw = Callable[[Tensor, str], "Image"]
 
 

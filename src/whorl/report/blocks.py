@@ -48,7 +48,7 @@ LineStyle = Literal["main", "faint", "second", "third", "fourth", "fifth", "sixt
 class Line(_Record):
     """One line of a curve, in the order of x. low, high: ends of an interval around each y, drawn as a band.
 
-    style: selects the colour. A chart with another style than "main" and "faint" gets a legend.
+    style: selects the colour. A chart with another style than "main" and "faint" gets a legend. joined: draw the line, too.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Line(_Record):
     high: list[Finite] = []
     style: LineStyle = "main"
     dots: bool = False
+    joined: bool = True
 
 
 class Curve(_Block):

@@ -29,7 +29,7 @@ _MAX_POINTS = 420  # points of a curve at most; more would exceed the pixels
 class Series:
     """One curve.
 
-    style: class of the style sheet, a `LineStyle`.
+    style: class of the style sheet, a `LineStyle`. joined: whether a line goes through the points.
     low, high: ends of an interval around each y, drawn as a band; empty for none.
     has_tooltip: whether the pointer shows its values.
     """
@@ -39,6 +39,7 @@ class Series:
     y: Sequence[float]
     style: str = "main"
     dots: bool = False
+    joined: bool = True
     has_tooltip: bool = True
     low: Sequence[float] = ()
     high: Sequence[float] = ()
@@ -180,10 +181,11 @@ def _draw(
         if s.low:
             outline = [*_points(s.x, s.high, px, py), *reversed(_points(s.x, s.low, px, py))]
             parts.append(f'<polygon class="band {s.style}" points="{" ".join(outline)}"/>')
-        parts.append(f'<polyline class="line {s.style}" points="{" ".join(points)}"/>')
+        if s.joined:
+            parts.append(f'<polyline class="line {s.style}" points="{" ".join(points)}"/>')
         if s.dots:
             dots += [
-                f'<circle class="dot" cx="{px(x):.1f}" cy="{py(y):.1f}" r="2.6"/>'
+                f'<circle class="dot {s.style}" cx="{px(x):.1f}" cy="{py(y):.1f}" r="2.6"/>'
                 for x, y in zip(s.x, s.y, strict=True)
             ]
     parts += ["</svg>", *dots]

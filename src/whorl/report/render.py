@@ -136,7 +136,7 @@ def _drawn(block: Any) -> dict[str, Any]:
 
 def _chart(curve: Curve) -> str:
     series = [
-        Series(line.name, line.x, line.y, line.style, line.dots, low=line.low, high=line.high)
+        Series(line.name, line.x, line.y, line.style, line.dots, line.joined, low=line.low, high=line.high)
         for line in curve.lines
     ]
     return line_chart(
@@ -155,7 +155,11 @@ def _heat_map_cells(block: HeatMap) -> list[list[dict[str, str]]]:
         [
             {"sign": sign, "value": "", "heat": "0"}
             if value is None
-            else {"sign": sign, "value": format_number(value), "heat": f"{45 * (value - low) / span:.0f}"}
+            else {
+                "sign": sign,
+                "value": format_number(value).removesuffix(".00"),
+                "heat": f"{45 * (value - low) / span:.0f}",
+            }
             for value, sign in zip(values, signs, strict=True)
         ]
         for values, signs in zip(block.values, block.signs, strict=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from whorl.agents.environments.registration import make_tables
 from whorl.agents.environments.tables import Array, Tables
+from whorl.agents.imitation.inverse import reward_table
+from whorl.agents.meta.bandit_optimum import FIVE_ARMS, PULLS, RULES, rewards_by_pull
 from whorl.agents.seed_statistics import summarize_seeds
 from whorl.agents.tabular import (
     ITERATIONS,
@@ -28,8 +33,9 @@ LISTED_STATES = 20  # of an environment without a map
 
 
 def solution_page(
-    environment: str, methods: Sequence[str], config: LearningConfig, seeds: int, budget: float | None = None
-) -> ReportData:
+    environment: str, methods: Sequence[str], config: LearningConfig, seeds: int, budget: float | None = None,
+    reward: Callable[[Tensor], Tensor] | None = None,
+) -> ReportData:  # fmt: skip
     """Return a table of the methods, and the map of policy and values of the first.
 
     The return is the exact expected return of the greedy policy, without discount and with the time limit. The distance
@@ -40,15 +46,25 @@ def solution_page(
         methods: names of `ITERATIONS` and `NEXT_VALUES`; without any, both iterations.
         config: settings of methods that learn; its discount is that of all.
         budget: adds the best policy of an expected discounted cost of at most this.
+        reward: of the states that steps reach, in place of the environment's; returns remain the environment's.
 
     Raises:
         ConfigError: an unknown method, an environment that is not finite, a budget without costs.
     """
+    if environment == "bandits":
+        return _bandit_page()
     known = [*ITERATIONS, *NEXT_VALUES]
     for name in methods:
         if name not in known:
             raise ConfigError(f"unknown method {name!r}", expected=one_of(name, known))
-    tables, methods = make_tables(environment), methods or [*ITERATIONS]
+    true, methods = make_tables(environment), methods or [*ITERATIONS]
+    tables = true
+    if reward is not None:
+        if not ITERATIONS.keys() >= {*methods}:
+            what = "a learned reward is solved from tables, and other methods learn from steps"
+            raise ConfigError(what, expected=f"--method {' or '.join(ITERATIONS)}")
+        rewards = reward(torch.eye(len(true.terminal))).double().numpy()
+        tables = replace(true, reward=reward_table(true, rewards))
     exact = policy_iteration(tables, config.discount).values
     rows, shown = list[list[str]](), list[Array]()
     for name in methods:
@@ -60,13 +76,11 @@ def solution_page(
             work = f"{seeds} x {config.episodes:,} episodes"
         shown.append(learned[0])
         policies = [tables.policy(greedy(q)) for q in learned]
-        rows.append([name, work, *_measures(tables, policies, [q.max(axis=1) for q in learned], exact)])
+        rows.append([name, work, *_measures(true, policies, [q.max(axis=1) for q in learned], exact)])
     if budget is not None:
         policy = constrained_optimum(tables, config.discount, budget)
         values = evaluate_policy(tables, policy, config.discount)
-        rows.append(
-            [f"cost up to {budget:g}", "linear program", *_measures(tables, [policy], [values], exact)]
-        )
+        rows.append([f"cost up to {budget:g}", "linear program", *_measures(true, [policy], [values], exact)])
     cost = ["cost"] if tables.cost is not None else []
     columns = [Column(name=name) for name in ("method", "work")]
     columns += [Column(name=name, number=True) for name in ("start value", "return", *cost, "distance")]
@@ -77,6 +91,16 @@ def solution_page(
         _map(tables, shown[0], first),
     ]
     return ReportData(title=environment, reports=[("Solution", StepReport(blocks=blocks))])
+
+
+def _bandit_page() -> ReportData:
+    """Return the exact expected rewards of the optimum and of the arm with the highest mean, in all and by pull."""
+    names = ("method", "return", *(f"pull {number}" for number in range(1, PULLS + 1)))
+    found = {rule: rewards_by_pull(FIVE_ARMS, PULLS, rule) for rule in RULES}
+    rows = [[rule, f"{each.sum():.4f}", *(f"{x:.3f}" for x in each)] for rule, each in found.items()]
+    columns = [Column(name=name, number=name != "method") for name in names]
+    table = Table(title="bandits: expected reward", columns=columns, rows=[[*row] for row in rows])
+    return ReportData(title="bandits", reports=[("Solution", StepReport(blocks=[table]))])
 
 
 def _measures(tables: Tables, policies: Sequence[Array], values: Sequence[Array], exact: Array) -> list[str]:

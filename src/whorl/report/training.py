@@ -283,7 +283,7 @@ _PLAN_ROWS = {
     "tokens_per_second": ("speed", "tokens/s"),
     "mfu": ("MFU, of the measured peak", "share"),
     "memory_bytes": ("peak memory", "bytes"),
-    "bits_per_byte": ("bits per byte, test files; planned as for Python code", "bits/byte"),
+    "bits_per_byte": ("bits per byte, test files", "bits/byte"),
 }
 
 

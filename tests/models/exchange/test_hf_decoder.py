@@ -20,7 +20,7 @@ from whorl.errors import ConfigError
 from whorl.models import Transformer
 from whorl.models.exchange import export_model, find_family, import_model
 from whorl.models.transformer_config import MoEConfig, Rope, TransformerConfig, masked_decoder
-from whorl.plan.cost import decoder_config as planned_config
+from whorl.plan.accounting.model_cost import decoder_config as planned_config
 
 pytest.importorskip("transformers")
 

@@ -59,11 +59,11 @@ def two_ranks() -> list[int]:
                 _backwards(model, x[step, mine], y[step, mine], parts=2 if step == 2 else 1)
                 for optimizer in optimizers:
                     optimizer.step()
-                for (name, ours), theirs in zip(
+                for (name, found), expected in zip(
                     model.module.named_parameters(), one.parameters(), strict=True
                 ):
-                    assert (ours.grad is None) == (theirs.grad is None), (name, step)
-                    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+                    assert (found.grad is None) == (expected.grad is None), (name, step)
+                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
             assert torch.equal(model.module.shift, one.shift)
     model(x[0]).sum().backward()
     with pytest.raises(ConfigError, match="second backward"):

@@ -50,8 +50,8 @@ def pipeline_case(rank: int, ranks: int, micro_batches: int) -> int:
     assert (loss is None) == (rank < ranks - 1)
     if loss is not None:
         torch.testing.assert_close(loss, expected.detach())
-    for ours, theirs in zip(stage.parameters(), one[rank].parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    for found, expected in zip(stage.parameters(), one[rank].parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
     return max(live)
 
 

@@ -147,8 +147,8 @@ def optimizer_case(tied: bool) -> None:
                     p.grad = None  # only the owner's gradient is used
             optimizer.step()
             scheduler.step()
-        for ours, theirs in zip(model.parameters(), one.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
+        for found, expected in zip(model.parameters(), one.parameters(), strict=True):
+            assert torch.equal(found, expected)
     assert sum(len(s) for s in plain.state.values()) > sum(len(s) for s in sharded.state.values()) > 0
     sizes = [sum(p.numel() for p in owned) for owned in sharded.owned]
     assert max(sizes) < 1.5 * sum(sizes) / world

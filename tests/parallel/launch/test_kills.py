@@ -1,4 +1,4 @@
-"""Training on a real Slurm: a killed rank and two signals with requeue change no bit of the weights."""
+"""Training on a real Slurm: a killed rank and a signal with requeue change no bit of the weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from whorl.store import Store
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
 
 
-def test_slurm_requeues_twice_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_slurm_requeues_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     words = ("small.toml", "--deterministic")
-    write_recipe(tmp_path, steps=100)
+    write_recipe(tmp_path, steps=40)
     succeed(tmp_path, "launch", *words, "--ranks", 2, "--store", "one")
     store = tmp_path / "two"
     shutil.copytree(tmp_path / "one", store)
@@ -34,16 +34,16 @@ def test_slurm_requeues_twice_and_ends_with_the_same_bits(tmp_path: Path) -> Non
         assert submitted.stdout == "Submitted batch job 1\n", submitted.stderr
         wait_for(lambda: reached_step(store) >= 5, log)
         os.kill(roles(str(tmp_path))["rank 1"].pid, signal.SIGKILL)
-        for _ in range(2):
-            step = reached_step(store) + 5
-            wait_for(lambda: reached_step(store) >= step, log)  # noqa: B023  # of this round
-            slurm(env, "scancel", "--batch", "--signal=USR1", "1")
-            wait_for(lambda: "PENDING" in slurm(env, "squeue", "-h", "-o", "%T"), log)
-            # Within a second of its end a node refuses the job, as its credential is revoked.
-            slurm(env, "scontrol", "update", "JobId=1", "StartTime=now+3")
+        step = reached_step(store) + 5
+        wait_for(lambda: reached_step(store) >= step, log)
+        slurm(env, "scancel", "--batch", "--signal=USR1", "1")
+        wait_for(lambda: "PENDING" in slurm(env, "squeue", "-h", "-o", "%T"), log)
+        # Within a second of its end a node refuses the job, as its credential is revoked.
+        slurm(env, "scontrol", "update", "JobId=1", "StartTime=now+3")
         wait_for(lambda: not slurm(env, "squeue", "-h"), log)
         assert not roles(str(tmp_path))
     text = log.read_text()
     assert "rank 1 was killed by SIGKILL; all ranks start again" in text
-    assert text.count("stopped by SIGTERM after step") >= 2 and text.count("continues at step") >= 3
+    # Once by the requeue; a rank whose peer was killed may stop in the same way.
+    assert "stopped by SIGTERM after step" in text and text.count("continues at step") >= 2
     assert weights(store, "small/pretrain") == weights(tmp_path / "one", "small/pretrain"), text

@@ -57,6 +57,7 @@ def test_launch_refuses_before_it_starts(tmp_path: Path, monkeypatch: pytest.Mon
     assert "--rendezvous with --on slurm" in message("--on", "slurm", "--rendezvous", "a:1")
     assert "--layout with --on local" in message("--on", "local", "--layout", "tp=2")
     assert "multiply to 3" in message("--ranks", "8", "--layout", "tp=3")
+    assert "none.toml: No such file or directory\n" in message("--ranks", "2", "--layout", "auto:none.toml")
     assert "nothing" in message("--on", "torchrun", "--set", "plan.nothing=1")
     assert "No such option: --nothing" in message("--on", "torchrun", "--nothing")
     assert "--rendezvous HOST:PORT" in message("--on", "torchrun", "--nodes", "2", "--ranks", "2")

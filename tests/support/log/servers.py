@@ -1,9 +1,10 @@
-"""Private servers in a temporary folder, on a free port of loopback: PostgreSQL, NATS, Tansu and noida-db."""
+"""Private servers in a temporary folder, on a free port: PostgreSQL, MariaDB, NATS, Tansu, noida-db, OpenSearch's API."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -97,13 +98,43 @@ def running(kind: str, **options: Any) -> Iterator[Server]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _postgres(folder: Path, port: int) -> Server:
-    if (programs := postgres_programs()) is None:
+def _postgres(folder: Path, port: int, programs: Path | None = None, settings: Sequence[str] = ()) -> Server:
+    """Settings such as "wal_level=logical"."""
+    if (programs := programs or postgres_programs()) is None:
         pytest.skip("PostgreSQL is not installed")
     data, user = make_database(programs, folder)
     command = [programs / "postgres", "-D", data, "-p", port, "-h", "127.0.0.1", "-k", folder, "-F"]
+    command += [part for setting in settings for part in ("-c", setting)]
     url = f"postgresql://whorl@127.0.0.1:{port}/postgres"
     return Server([*map(str, command)], port, url, folder, user=user)
+
+
+def _pgvector(folder: Path, port: int) -> Server:
+    """The PostgreSQL of pgserver: it has pgvector, and no pg_trgm."""
+    return _postgres(folder, port, Path(_installed("pgserver", "pginstall/bin/postgres", "pgserver")).parent)
+
+
+def _opensearch(folder: Path, port: int) -> Server:
+    program = _installed("osmem_server", "bin/osmem-server", "osmem-server")
+    command = [program, "-addr", f"127.0.0.1:{port}", "-no-ja", "-no-stdin-watch"]
+    return Server(command, port, f"opensearch://127.0.0.1:{port}", folder)
+
+
+def _mariadb(folder: Path, port: int) -> Server:
+    """MariaDB with a binary log of whole rows. It has no system tables, and does not flush: both take seconds."""
+    if (program := shutil.which("mariadbd")) is None:
+        pytest.skip("MariaDB is not installed")
+    user = pwd.getpwnam("nobody") if os.geteuid() == 0 else None
+    if user is not None:
+        os.chown(folder, user.pw_uid, user.pw_gid)
+    command = [
+        program, "--no-defaults", f"--datadir={folder}", f"--port={port}", "--bind-address=127.0.0.1",
+        f"--socket={folder / 'socket'}", f"--pid-file={folder / 'pid'}", "--server-id=1", "--log-bin=binlog",
+        "--binlog-format=ROW", "--binlog-row-metadata=FULL", "--skip-grant-tables", "--skip-name-resolve",
+        "--innodb-log-file-size=4M", "--innodb-flush-log-at-trx-commit=2", "--sync-binlog=0",
+    ]  # fmt: skip
+    url = f"mariadb://root@127.0.0.1:{port}/shop"
+    return Server(command, port, url, folder, user=None if user is None else user.pw_uid)
 
 
 def _nats(folder: Path, port: int) -> Server:
@@ -136,7 +167,10 @@ def _noida(folder: Path, port: int) -> Server:
     return Server(command, port, f"kafka://127.0.0.1:{port}", folder, misses={"trim": "", "compact": ""})
 
 
-MAKERS = {"postgresql": _postgres, "nats": _nats, "kafka": _tansu, "noida": _noida}
+MAKERS = {
+    "postgresql": _postgres, "pgvector": _pgvector, "nats": _nats, "kafka": _tansu, "noida": _noida, "mariadb": _mariadb,
+    "opensearch": _opensearch,
+}  # fmt: skip
 
 
 def _installed(module: str, inside: str, package: str) -> str:

@@ -45,6 +45,7 @@ class Fake:
     url: str = ""
     pieces: list[Piece] = field(default_factory=list)
     finish: str = "stop"
+    sources: list[dict[str, Any]] = field(default_factory=list)  # of the first chunk
     held: bool = False
     fail: Failure | None = None  # the next responses
     break_after: int | None = None  # tokens after which the connection ends
@@ -131,8 +132,12 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
                 fake.gone.set()
 
         def _parts(self, chat: bool, body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+            beside = {"sources": fake.sources} if fake.sources else {}
             if chat:
-                yield {"choices": [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]}
+                first = {"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}
+                yield {"choices": [first], **beside}
+            elif beside:
+                yield {"choices": [{"index": 0, "text": "", "finish_reason": None}], **beside}
             for i, piece in enumerate(fake.pieces):
                 if i == fake.break_after:
                     return

@@ -110,13 +110,13 @@ def test_hogwild_on_a_sparse_problem_learns() -> None:
 
 
 def test_nesterov_equals_torch() -> None:
-    ours, theirs = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    found, expected = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     step, sgd = (
         Nesterov(0.7, 0.9, torch.zeros(3, dtype=torch.bool)),
-        torch.optim.SGD([theirs], 0.7, 0.9, nesterov=True),
+        torch.optim.SGD([expected], 0.7, 0.9, nesterov=True),
     )
     for gradient in torch.randn(5, 3, generator=torch.Generator().manual_seed(0)):
-        theirs.grad = gradient
+        expected.grad = gradient
         sgd.step()
-        step([ours], gradient)
-    torch.testing.assert_close(ours, theirs)
+        step([found], gradient)
+    torch.testing.assert_close(found, expected)

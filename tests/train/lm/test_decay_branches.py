@@ -181,7 +181,7 @@ fraction = 0.5
 
 
 def test_decay_branch_step_makes_model_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observer, "_memory_in_use", lambda: 0)  # saves seconds
+    monkeypatch.setattr(observer, "memory_in_use", lambda: 0)  # saves seconds
     monkeypatch.setattr(observer.PretrainObserver, "_sample", lambda *_: "")
     (tmp_path / "code").mkdir()
     for n in range(40):

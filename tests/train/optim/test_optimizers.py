@@ -8,7 +8,7 @@ from tests.support.train import reference_optim as reference
 from tests.support.train.reference_optim import BETAS, EPS
 
 from whorl.models import Transformer
-from whorl.plan.cost import decoder_config
+from whorl.plan.accounting.model_cost import decoder_config
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import Update
 from whorl.train.learner.zero1 import partition_parameters

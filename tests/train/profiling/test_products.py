@@ -17,7 +17,7 @@ from whorl.machine.kernel_choice import FORCE
 from whorl.models import make_model
 from whorl.models.transformer_config import AttentionConfig, CustomMixer, MoEConfig, TransformerConfig
 from whorl.models.transformer_cost import linear_shapes, unlisted_parts
-from whorl.plan.cost import decoder_config
+from whorl.plan.accounting.model_cost import decoder_config
 from whorl.train.config import OptimConfig
 from whorl.train.profiling import product_table
 from whorl.train.profiling.product_table import ProductTimes, format_products, measure_bounds, total

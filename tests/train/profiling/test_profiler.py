@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from whorl.plan.cost import decoder_config
+from whorl.plan.accounting.model_cost import decoder_config
 from whorl.train.job import Job
 from whorl.train.lm.build import build_model
 from whorl.train.profiling.operations import product_flops, read_operations

@@ -87,11 +87,10 @@ def launch(
         words += _layout_words(run, layout, ranks)
         run = _checked_run(context, words)
     options = ["--on", "torchrun", "--ranks", str(ranks), "--nodes", str(nodes), "--restarts", str(restarts)]
-    python = (sys.executable, "-m")
     job = LaunchSpec(
         run.params["name"] or Path(recipe).stem,
-        rank=(*python, "whorl.parallel.launch.rank", *words),
-        node=(*python, "whorl.cli", "launch", *words[1:], *options),
+        rank=(sys.executable, "-m", "whorl.parallel.launch.rank", *words),
+        node=(sys.executable, "-m", "whorl.cli", "launch", *words[1:], *options),
         ranks=ranks, nodes=nodes, rendezvous=rendezvous, restarts=restarts,
     )  # fmt: skip
     if write is not None:
@@ -119,15 +118,18 @@ def _layout_words(run: Any, text: str, ranks: int) -> list[str]:
     """Return the options that set the layout of the recipe's pretraining steps.
 
     Raises:
-        ConfigError: the layout has other ranks, or no step trains with one.
+        ConfigError: the layout has other ranks, no step trains with one, or the file of the cluster is wrong.
     """
     from whorl.errors import ConfigError
     from whorl.parallel.layout import Layout
+    from whorl.plan.cluster import ClusterSpec
 
     steps = [name for name, step in run.obj.steps.items() if "layout" in type(step.config).model_fields]
     if not steps:
         raise ConfigError(f"--layout {text}", expected="a recipe with a step of the kind pretrain")
-    if text.partition(":")[0] != "auto":
+    if text.startswith("auto:"):
+        ClusterSpec.read(Path(text.removeprefix("auto:")))  # its errors come before hours of other steps
+    elif text != "auto":
         Layout.parse(text).check_ranks(ranks)
     return [word for name in steps for word in ("--set", f"{name}.layout={text}")]
 
@@ -142,9 +144,6 @@ def _checked_run(context: typer.Context, words: list[str]) -> Any:
 
     parent: Any = context.parent
     run = parent.command.get_command(parent, "run").make_context("run", words[1:], parent=parent)
-    given = run.params
-    run.obj = load_recipe(
-        given["recipe"], budget=given["budget"], deterministic=given["deterministic"], model=given["model"],
-        sets=given["sets"] or (),
-    )  # fmt: skip
+    given = {name: run.params[name] for name in ("budget", "deterministic", "model")}
+    run.obj = load_recipe(run.params["recipe"], sets=run.params["sets"] or (), **given)
     return run

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whorl.cli.options import StoreOption
+from whorl.cli.plan.model_argument import find_model
 
 if TYPE_CHECKING:
     from whorl.machine.device_probe import Machine
-    from whorl.models import TransformerConfig
-    from whorl.store import Store
     from whorl.train.profiling.product_table import TimedProduct
 
-SHAPE = re.compile(r"(\d+)x(\d+)/(\d+)(?:/(\d+)x(\d+))?")
 DEFAULT_SHAPE = "3x192/1024/8x256"  # of the quickstart, where no plan is in the store
 PLAN = "quickstart/plan"
 
@@ -25,7 +23,7 @@ def machine(
         str | None,
         typer.Argument(
             metavar="[SHAPE]",
-            help="layers x width / vocabulary / rows x tokens, as 6x384/8192/16x256; or a model or plan in the store. "
+            help="layers x width / vocabulary / rows x tokens, as 6x384/8192/16x256; or a MODEL of `whorl plan`. "
             "Default: the plan of the quickstart.",
         ),
     ] = None,
@@ -83,7 +81,12 @@ def machine(
             expected=one_of(found.dtype, CPU_DTYPES),
             do="unset it, or give one of these",
         )
-    model, source, sizes = find_shape(shape, Store(store))
+    try:
+        model, source, sizes = find_model(shape or PLAN, Store(store))
+    except ConfigError:
+        if shape is not None:
+            raise
+        model, source, sizes = find_model(DEFAULT_SHAPE, Store(store))
     rows, length = sizes if batch is None else _parse_batch(batch)
     replicas = replicas or max(n for n in range(1, found.threads + 1) if rows % n == 0)
     if rows % replicas:
@@ -102,45 +105,6 @@ def machine(
         print(json.dumps({**about, "left_out": unlisted_parts(model), **made}, indent=1))
     else:
         print(format_table(about, lines, unlisted_parts(model)))
-
-
-def find_shape(given: str | None, store: Store) -> tuple[TransformerConfig, str, tuple[int, int]]:
-    """Return the model, its source for people, and rows and tokens of a training step.
-
-    Raises:
-        ConfigError: a text that is neither a shape nor an artifact with a model.
-    """
-    from whorl.errors import ConfigError, StoreError
-    from whorl.models.serialization import read_config
-    from whorl.plan.cost import decoder_config
-    from whorl.plan.training_plan import TrainingPlan
-
-    sizes = (8, 256)
-    if (match := SHAPE.fullmatch(given or "")) is not None:
-        layers, width, vocabulary, *batch = (int(text) for text in match.groups() if text is not None)
-        if width % 32 or min(layers, width) < 1 or vocabulary < 2 or 0 in batch:
-            raise ConfigError(f"the shape {given}", expected="a width that 32 divides, and sizes above 0")
-        return decoder_config(width, layers, vocabulary), f"{given}", (batch[0], batch[1]) if batch else sizes
-    try:
-        artifact = store.open(given or PLAN)
-    except StoreError as error:
-        if given is None:
-            return find_shape(DEFAULT_SHAPE, store)
-        if given[:1].isdigit():
-            raise ConfigError(
-                f"{given} is neither a shape nor an artifact of the store",
-                expected="layers x width / vocabulary, and rows x tokens if you want: 6x384/8192 or 6x384/8192/16x256",
-            ) from error
-        raise
-    if artifact.kind == "plan":
-        job = TrainingPlan.model_validate_json(artifact.file("plan.json").read_bytes()).job
-        return job.model, artifact.label, (job.batch_size, job.seq_len)
-    if artifact.kind != "model":
-        raise ConfigError(
-            f"{artifact.label} is of the kind {artifact.kind}",
-            expected="a model, a plan, or a shape such as 6x384/8192/16x256",
-        )
-    return read_config(artifact.path), artifact.label, sizes
 
 
 def _parse_batch(text: str) -> tuple[int, int]:

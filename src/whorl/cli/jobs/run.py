@@ -22,7 +22,11 @@ def run(
     recipe: Annotated[str, typer.Argument(help="A packaged recipe (see `whorl recipes`) or a .toml file.")],
     budget: Annotated[
         str | None,
-        typer.Option(metavar="5m", help="Training budget: a time (90s, 5m, 2h) or FLOPs (1e15flops)."),
+        typer.Option(metavar="5m", help="Budget of training: 90s, 5m, 2h, FLOPs (2e15flops), or 3usd@h100."),
+    ] = None,
+    serve_tokens: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Tokens to generate, a part of the cost that sizes the model."),
     ] = None,
     sets: Annotated[
         list[str] | None,
@@ -100,12 +104,13 @@ def run(
     from whorl.tracking.progress import Progress, format_duration
     from whorl.tracking.sinks import Sink, parse_loggers
 
+    sets = [*(sets or ()), *([] if serve_tokens is None else [f"plan.serve_tokens={serve_tokens!r}"])]
     load = partial(load_recipe, recipe, budget=budget, deterministic=deterministic, model=model)
-    loaded = load(sets=sets or ())
+    loaded = load(sets=sets)
     recipes = [loaded if name is None else named(loaded, name)]
     if seeds is not None:
         recipes = [
-            named(load(sets=seed_settings(loaded, seed, sets or ())), f"{recipes[0].run_name}-seed{seed}")
+            named(load(sets=seed_settings(loaded, seed, sets)), f"{recipes[0].run_name}-seed{seed}")
             for seed in parse_seeds(seeds)
         ]
     progress, results = Progress(), []

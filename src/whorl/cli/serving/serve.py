@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
     from whorl.serve.worker.model_loading import ModelLocation
 
-SERVER_OPTIONS = ("host", "port", "key_file", "slo_ttft", "slo_tpot", "max_queue", "drain_seconds")
+SERVER_OPTIONS = (
+    "host", "port", "key_file", "slo_ttft", "slo_tpot", "max_queue", "drain_seconds", "search", "source_tokens",
+)  # fmt: skip
 ENGINE_OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "weight_dtype", "kv_cache_dtype", "seed")
 
 
@@ -69,6 +71,8 @@ def serve(
 
         whorl serve quickstart/rl --log
 
+        whorl serve cite-sources/sft --search notes
+
         whorl serve served/chat --log --challenger mine/preference --traffic 0.2
 
         curl localhost:8000/v1/models
@@ -100,6 +104,7 @@ def serve(
     if processes.replicas > 1:
         serve_replicas_of(server, processes)
         return
+    from whorl.cli.serving.search import open_sources
     from whorl.errors import ConfigError
     from whorl.machine.device_probe import probe
     from whorl.serve.worker.model_entry import ServedModel
@@ -115,10 +120,12 @@ def serve(
         if served.adapter or processes.prefill or processes.decode or len(model) > 1:
             raise ConfigError("--challenger", expected="one model, without adapters, --prefill and --decode")
         places.append(find_challenger(events.challenger, store, places[0]))
+    search = None if server.search is None else open_sources(store, server.search, server.source_tokens)
     machine = probe(dtype=served.dtype, threads=served.threads)
     machine.apply()
     models, made = _load_models(places, machine, server, served, engine, processes)
     state = make_state(server, events, places, models, made, is_open=processes.no_auth)
+    state.sources = search
 
     def ready(url: str) -> None:
         for one in state.models:

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from whorl.errors import ConfigError
+from whorl.errors import LOST, ConfigError
 from whorl.parallel.launch.spec import LAUNCHER, LaunchSpec, describe, ends_the_run
 from whorl.parallel.process_group import ReplicaError
 
@@ -60,7 +60,7 @@ def run_ray(spec: LaunchSpec) -> int:
             output.shutdown()
             if started:
                 ray.shutdown()
-    return codes[-1]
+    return codes[-1] if codes else LOST
 
 
 def _receive(output: Any, codes: list[int]) -> None:

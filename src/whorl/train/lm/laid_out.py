@@ -99,8 +99,9 @@ def lay_out(model: LanguageModel, job: Job, moe: MoEBalancer) -> LaidOut:
     def compile_block(block: nn.Module) -> None:
         block.forward = compiled(block.forward)
 
-    shards = tensor_shards(model)
-    return apply_layout(part, mesh, shards, objective, compile_block if job.compile and not moe else None)
+    change = compile_block if job.compile and not moe else None
+    loads = () if job.deterministic else [load.tolist() for load in moe.previous_load]
+    return apply_layout(part, mesh, tensor_shards(model), objective, change, loads)
 
 
 def ranks_of(job: Job) -> int:

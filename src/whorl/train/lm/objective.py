@@ -6,6 +6,7 @@ the loss are compiled together, for rows of one shape.
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -144,7 +145,7 @@ class LMObjective:
         segments = micro_batch.get("segment_ids")
         positions = None if segments is None else micro_batch["positions"]
         x, where = self.model.prepare(micro_batch["tokens"], positions, segments)
-        records: list[Any] = []
+        records: Any = UserList()  # FSDP2 gives its modules copies of plain lists
         hidden = self.model.trunk(x, where, segments, routings=records if self.moe else None)
         zero = hidden.new_zeros((), dtype=torch.float32)
         loss = Loss(zero, zero, {"nll": zero})
@@ -168,7 +169,7 @@ class LMObjective:
         positions = None if segments is None else micro_batch["positions"]
         x, where = self.model.prepare(micro_batch["tokens"], positions, segments)
         rest = micro_batch["targets"], micro_batch["loss_mask"]
-        records: list[Any] = []
+        records: Any = UserList()  # FSDP2 gives its modules copies of plain lists
         if self.own is not None:
             hidden = self.model.trunk(x, where, segments, routings=records if self.moe else None)
             loss = self.own(self.model.logits(hidden), *rest)

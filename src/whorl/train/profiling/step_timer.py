@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from whorl.machine.malloc import trim_freed_memory
+from whorl.machine.memory import memory_in_use
 from whorl.nn.compiler import seconds_in_backend
 from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.tracking.seeds import generator
@@ -34,12 +35,14 @@ class StepTiming:
         step_seconds: median of the steps after them.
         compile_seconds: of compilation in this timing, which later runs do not repeat (`nn/compiler.py`).
         long_step_seconds: median of steps with long rows, 0 for a job without.
+        memory_bytes: held by all replicas together after them, 0 if not measured.
     """
 
     startup_seconds: float
     step_seconds: float
     compile_seconds: float = 0.0
     long_step_seconds: float = 0.0
+    memory_bytes: float = 0.0
 
     def mean_step_seconds(self, long_ratio: float) -> float:
         """Return the mean over a run in which this fraction of the steps has long rows."""
@@ -139,7 +142,9 @@ def _measure_steps(
             ]
             run(parts, 3)
             long = median_seconds(parts, seconds / 4)
-    return StepTiming(startup, step, compile_seconds, long)
+        memory = memory_in_use() if process_group.rank == 0 else 0
+        process_group.all_gather_scalars(memory)  # until then, no replica ends
+    return StepTiming(startup, step, compile_seconds, long, memory)
 
 
 def random_batch(job: Job, rows: int, number: int = 0, length: int | None = None) -> MicroBatch:
