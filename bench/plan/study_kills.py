@@ -2,14 +2,15 @@
 
     python bench/plan/study_kills.py           # about 8 minutes
 
-The runs are real, of rows of 32 tokens of Python, in deterministic mode. The moments
-are spread over the time of the undisturbed study.
+The runs are real, of rows of 32 tokens of Python, in deterministic mode. Each life has
+the time of a start and a part of the work, so that all lives together do not end it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -71,13 +72,17 @@ def main() -> None:
             path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
             return subprocess.Popen(command, start_new_session=True, env={**os.environ, "PYTHONPATH": path})
 
-        began = time.monotonic()
-        assert start(top / "whole").wait() == 0
-        seconds, killed = time.monotonic() - began, 0
-        for number in range(a.kills):
+        def timed(folder: Path) -> float:
+            began = time.monotonic()
+            assert start(folder).wait() == 0
+            return time.monotonic() - began
+
+        seconds, idle = timed(top / "whole"), timed(top / "whole")  # the second finds all runs done
+        killed, draw = 0, random.Random(0)
+        for _ in range(a.kills):
             child = start(top / "killed")
             try:
-                child.wait(seconds * (0.2 + 0.5 * number / a.kills))
+                child.wait(idle + (seconds - idle) / (a.kills + 1) * draw.uniform(0.4, 1.0))
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()

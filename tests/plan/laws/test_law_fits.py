@@ -15,9 +15,17 @@ from whorl.errors import DataError
 from whorl.plan.laws.fits import exponent_by_kaplans_count, fit_law
 from whorl.plan.laws.law import ScalingLaw, fitted_law
 from whorl.plan.laws.points import Points, check_points, read_csv
+from whorl.plan.laws.study import PRIOR
 from whorl.plan.laws.surface import fit_surface
 
 DATA = Path(os.environ.get("WHORL_DATA") or Path(__file__).parents[4] / "shared" / "data")
+SHORT_STUDY = (
+    (2.2125, 1.9382, 1.3788),
+    (2.1855, 1.8521, 1.3382),
+    (2.2106, 1.9578, 1.4337),
+    (2.1922, 1.7436, 1.3270),
+    (2.1996, 1.9531, 1.3623),
+)
 PRINTED_ERRORS = (0.03, 124.58, 0.02, 1293.23, 0.02)
 
 
@@ -95,6 +103,28 @@ def test_outliers_and_diverged_runs_are_kept_but_not_fitted() -> None:
     expected[[3, 7]] = False
     assert (fit.used == expected).all() and len(fit.points) == len(points)
     assert fit.law.constants == pytest.approx(tuple(fit_surface(points.where(expected))))
+
+
+def test_no_run_of_few_noisy_ones_is_an_outlier() -> None:
+    for seed in range(4):
+        assert fit_law(grid(3, 3, noise=0.05, seed=seed), samples=5).used.all()
+
+
+def test_runs_of_a_short_study_have_finite_intervals() -> None:
+    """Losses of `whorl plan study quickstart --budget 2.8e13flops`: by seed, of sizes after 1/4, 1/2 and all of the data."""
+    rows = [(98304, 2.769e6, losses) for losses in SHORT_STUDY] + [
+        (331776, 4.325e6, (1.8834, 1.3060, 1.1201)),
+        (589824, 2.660e6, (2.0939, 1.5187, 1.1545)),
+        (98304, 1.109e7, (1.5006, 1.1957, 1.0799)),
+    ]
+    runs = [(n, d * s, loss) for n, d, losses in rows for s, loss in zip((0.25, 0.5, 1), losses, strict=True)]
+    n, d, loss = np.array(runs).T
+    points = Points(n, d, 6 * n * d, loss, ("",) * len(n))
+    law = fit_law(points, prior=PRIOR).law
+    assert len(runs) == 24 and all(min(sample[2], sample[4]) > 0 for sample in law.samples)
+    for flops in (2e13, 1e15):
+        best = law.optimum(flops)
+        assert np.isfinite([*best.parameters_interval, *best.loss_interval]).all()
 
 
 def test_law_with_units_is_the_same_law() -> None:

@@ -74,7 +74,7 @@ def test_keyboard_votes_and_starts_battles(server: RunningArena, open_page: Any)
     for number, (key, choice) in enumerate(
         (("1", "left"), ("ArrowRight", "right"), ("3", "tie"), ("4", "both bad"), ("ArrowLeft", "left"))
     ):
-        expect(page.locator("#choices button:not(:disabled)")).to_have_count(4)
+        expect(page.locator("#choices:not([hidden]) button:not(:disabled)")).to_have_count(4)
         page.keyboard.press(key)
         expect(page.locator("#next:not(:disabled)")).to_be_visible()
         page.keyboard.press("2")  # a vote is final
@@ -84,6 +84,19 @@ def test_keyboard_votes_and_starts_battles(server: RunningArena, open_page: Any)
         page.keyboard.press("n")
     prompts = [b.turns[0].prompt for b in server.arena.log.battles()]
     assert prompts[0] == "First 1234" and set(prompts[1:]) <= {"Name a river.", "Name a lake."}
+
+
+def test_prompt_sent_while_the_page_loads_is_answered(server: RunningArena, browser: Any) -> None:
+    page, held = browser.new_context().new_page(), list[Any]()
+    page.set_default_timeout(PATIENCE)
+    page.route("**/v1/arena", lambda route: held.append(route))
+    page.goto(server.url)
+    page.fill("#prompt", "Early")
+    page.keyboard.press("Control+Enter")
+    held[0].continue_()
+    expect(page.locator("#choices:not([hidden]) button:not(:disabled)")).to_have_count(4)
+    assert [battle.turns[0].prompt for battle in server.arena.log.battles()] == ["Early"]
+    page.context.close()
 
 
 def test_sides_are_drawn(server: RunningArena, open_page: Any) -> None:

@@ -21,6 +21,7 @@ DELTA = 1e-3  # of Huber's loss; Besiroglu et al. 2024 (arXiv:2404.10102) fit wi
 EXPONENTS = np.linspace(0.05, 1.2, 16)
 STARTS, STEPS = 8, 400
 TOLERANCE, SAMPLE_TOLERANCE = 1e-13, 1e-6  # of the objective, relative, at the end; of bootstrap samples
+LEAST_EXPONENT = 0.01  # of alpha and beta: with noise, a sample of few runs may fall with less size or data
 FLOOR = 1e-6  # of E, A / N^alpha and B / D^beta in a start, relative to the lowest loss
 
 
@@ -85,6 +86,7 @@ def _minimise(theta: Any, x: Any, y: Any, weights: Any, prior: Any, tolerance: f
         scale = hessian[:, own, own]
         hessian[:, own, own] += damping[active, None] * scale + 1e-12 * scale.max(1)[:, None] + 1e-300
         new = theta[active] - np.clip(np.linalg.solve(hessian, gradient[..., None])[..., 0], -2.0, 2.0)
+        new[:, 2::2] = np.maximum(new[:, 2::2], LEAST_EXPONENT)
         found = _objective(new, x, y, w, prior)
         gain = value[active] - found[0]
         better = gain > 0

@@ -147,8 +147,9 @@ function showPane() {
   if (ratings) guard(async () => showRatings(await get("v1/arena/standings", { key: key() })), showPane);
 }
 
-composer.addEventListener("submit", (event) => {
+composer.addEventListener("submit", async (event) => {
   event.preventDefault();
+  await loaded; // Ctrl Enter may come before the page's figures
   if (prompt.value.trim()) send(prompt.value);
 });
 prompt.addEventListener("keydown", (event) => {
@@ -179,5 +180,6 @@ addEventListener("keydown", (event) => {
 });
 
 update();
-await attempt(loadAbout);
+const loaded = attempt(loadAbout);
+await loaded;
 showPane();
