@@ -116,6 +116,9 @@ class StudyConfig(BaseModel):
 
     budget: BudgetText = Field(default="1800s", description="time (30m) or FLOPs (1e15flops)")
     seed: int = Field(default=0, ge=0, description="of the first run of each size")
+    grids: bool = Field(
+        default=False, description="find learning rate and critical batch, for a quarter of the budget"
+    )
     deterministic: bool = Field(default=False, description="no kernel is chosen by timing")
 
     @field_validator("budget")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,10 +18,11 @@ from tests.support.cli import refuse, succeed
 from tests.support.recipes import study_runs
 
 from whorl.errors import BudgetError
+from whorl.plan.laws import grids, study_run
 from whorl.plan.laws import study as design
-from whorl.plan.laws import study_run
 from whorl.plan.laws.law import ScalingLaw
 from whorl.store import Store
+from whorl.train.config import OptimConfig
 from whorl.train.learner.update import DivergedError
 
 
@@ -74,7 +77,7 @@ def test_killed_study_ends_in_the_same_law(folder: Path) -> None:
 
 
 def test_diverged_run_is_shown_and_not_fitted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def diverging(job: Any, scratch: Path, **options: Any) -> list[float]:
+    def diverging(job: Any, scratch: Path, *given: Any, **options: Any) -> list[float]:
         if job.seed == 1:
             raise DivergedError("loss nan")
         return study_runs.fake_training(job, scratch)
@@ -125,3 +128,47 @@ def test_every_run_is_trained_before_one_gets_a_further_seed(folder: Path) -> No
     runs = [*study_runs.make_law(folder / "store").summary["runs"]]
     first = [name for name in runs if name.endswith("seed0")]
     assert runs[: len(first)] == first and len({name.partition("-")[0] for name in first}) >= 3
+
+
+CRITICAL = 3 * study_runs.DATA.batch_size  # rows; at twice the usual ones a run needs 5/4 of the text
+
+
+def with_grids(job: Any, scratch: Path, fractions: Any = design.FRACTIONS, **options: Any) -> list[float]:
+    """Losses whose best rates are 1.3 times the defaults, and half of that beyond 70 wide without muP."""
+    rows, usual = job.batch_size, study_runs.DATA.batch_size
+    best = 1.3 * (0.5 if job.model.d_model > 70 and job.optim.mup_base_width is None else 1.0)
+    factor = job.optim.lr_muon / OptimConfig().lr_muon / (rows / usual) ** 0.5
+    seen = job.steps * rows / usual * (1 + usual / CRITICAL) / (1 + rows / CRITICAL)
+    surplus = 0.2 * (math.log(factor / best) ** 2 - math.log(1 / best) ** 2)
+    quiet = job.model_copy(update={"seed": 7})
+    return [study_runs.surface_loss(quiet, share * seen, noise=0.0) + surplus for share in fractions]
+
+
+def test_grids_find_rates_transfer_and_the_critical_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grids, "MIN_STEPS", 16)
+    monkeypatch.setattr(study_run, "train_run", with_grids)
+    law = study_runs.make_law(folder / "grids", "2.6e11flops", ["law.grids=true"])
+    html = law.file("law.html").read_text()
+    found = re.search(
+        r"Best learning rates: (\S+) x the defaults at width 64, (\S+) x at width 128\. With those of width 64 it loses "
+        r"(\S+)%, by muP 0\.0%",
+        html,
+    )
+    assert found is not None
+    assert [float(x) for x in found.groups()[:2]] == pytest.approx([1.3, 0.65], rel=0.02)
+    assert float(found[3]) > 0.3
+    [tokens] = re.findall(r"Critical batch: ([\d,]+) tokens", html)
+    assert float(tokens.replace(",", "")) == pytest.approx(CRITICAL * study_runs.DATA.seq_len, rel=0.3)
+    assert "Loss against learning rate" in html and "log10 FLOPs per byte" in html
+    names = [*law.summary["runs"]]
+    assert sum("-rate" in name or "-rows" in name for name in names) == 11
+
+
+def test_grids_without_enough_flops_are_refused_before_a_run(folder: Path) -> None:
+    with pytest.raises(
+        BudgetError, match=r"grids of 2\.2e\+10 FLOPs have (.|\n)*400 steps(.|\n)*omit --grids"
+    ):
+        study_runs.make_law(folder / "refused", sets=["law.grids=true"])
+    assert not [a for a in Store(folder / "refused").artifacts() if a.kind == "study_run"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,16 @@ steps.law = {{ uses = "study", parents = ["ingest", "curate", "tokens"], budget 
 """
 
 
-def surface_loss(job: Any, steps: float) -> float:
-    """Bits per byte of a job by a known law, with noise of 0.5 % by its seed and shape."""
+def surface_loss(job: Any, steps: float, noise: float = 0.005) -> float:
+    """Bits per byte of a job by a known law, with noise by its seed and shape."""
     drawn = np.random.default_rng([job.seed, job.model.d_model, round(steps)]).standard_normal()
     n, d = 12.0 * job.model.n_layers * job.model.d_model**2, steps * DATA.seq_len * DATA.batch_size
-    return float((0.5 + 40 / n**0.4 + 60 / d**0.3) * np.exp(0.005 * drawn))
+    return float((0.5 + 40 / n**0.4 + 60 / d**0.3) * np.exp(noise * drawn))
 
 
-def fake_training(job: Any, scratch: Path, **options: Any) -> list[float]:
+def fake_training(job: Any, scratch: Path, fractions: Any = design.FRACTIONS, **options: Any) -> list[float]:
     time.sleep(0.2)
-    return [surface_loss(job, share * job.steps) for share in design.FRACTIONS]
+    return [surface_loss(job, share * job.steps) for share in fractions]
 
 
 def shrink(fake: bool = True) -> None:
@@ -56,11 +57,11 @@ def shrink(fake: bool = True) -> None:
         study_run.train_run = fake_training
 
 
-def make_law(store: Path, budget: str = "9e10flops") -> Artifact:
+def make_law(store: Path, budget: str = "9e10flops", sets: Sequence[str] = ()) -> Artifact:
     """Return the law of generated code; the study looks up what the store has."""
     code = store.parent / "code"
     write_code(code)
-    recipe = parse_recipe(TEXT.format(code=code, budget=budget), "tiny.toml", deterministic=True)
+    recipe = parse_recipe(TEXT.format(code=code, budget=budget), "tiny.toml", sets=sets, deterministic=True)
     return run_recipe(recipe, Store(store), Progress.silent()).artifacts["law"]
 
 

@@ -40,9 +40,12 @@ def show(
     """
     import json
 
-    from whorl.cli.plan.roofline_page import write_roofline
     from whorl.plan.accounting.devices import HERE, parse_devices
     from whorl.plan.accounting.model_cost import ModelCost
+    from whorl.recipes.steps.pretrain.roofline_page import roofline_blocks
+    from whorl.report.blocks import StepReport
+    from whorl.report.data import ReportData
+    from whorl.report.render import render
     from whorl.store import Store
 
     shape, name, _ = given.find_model(model, Store(store))
@@ -55,7 +58,8 @@ def show(
         _print(about, found)
     if page is not None:
         points = _measured(cost, batch, context) if found.name == HERE else []
-        write_roofline(f"{name}: roofline", found, dtype, about["steps"], points, page)
+        report = StepReport(blocks=[*roofline_blocks(found, dtype, about["steps"], points)])
+        render(ReportData(title=f"{name}: roofline", reports=[("roofline", report)]), page)
 
 
 def _describe(cost: ModelCost, device: Device, count: int, rows: int, length: int) -> dict[str, Any]:

@@ -19,6 +19,10 @@ def study(
     budget: Annotated[
         str, typer.Option(help="Of all runs together: a time (30m) or FLOPs (1e15flops).")
     ] = "30m",
+    grids: Annotated[
+        bool,
+        typer.Option("--grids", help="Find learning rate and critical batch, too: a quarter of the budget."),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the runs.")] = 0,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="As of `whorl run`; needs FLOPs.")
@@ -31,7 +35,7 @@ def study(
 
         whorl plan study quickstart --budget 30m
 
-        whorl plan study mine/tokens --budget 1e15flops --deterministic
+        whorl plan study mine/tokens --budget 1e15flops --deterministic --grids
     """
     from whorl.cli.options import open_artifact
     from whorl.cli.text_table import print_blocks
@@ -47,7 +51,7 @@ def study(
         found = open_artifact(tokens, store, ("tokens",), expected)
     given = {"tokens": found.address, **{role: found.parents[role] for role in ("documents", "selection")}}
     refs = ", ".join(f'{role} = "{address}"' for role, address in given.items())
-    text = f'[steps.law]\nuses = "study"\nfrom = {{{refs}}}\nseed = {seed}'
+    text = f'[steps.law]\nuses = "study"\nfrom = {{{refs}}}\nseed = {seed}\ngrids = {str(grids).lower()}'
     recipe = parse_recipe(
         f'name = "{found.name.partition("/")[0]}-study"\n{text}',
         "study",

@@ -70,14 +70,15 @@ class Study:
         token_set = TokenSet(tokens)
         self.vocab_size, split = token_set.vocab_size, token_set.split("train")
         self.corpus_bytes = split.n_bytes
-        self.step_bytes = DATA.batch_size * DATA.seq_len * split.n_bytes / len(split)
+        self.step_tokens = DATA.batch_size * DATA.seq_len
+        self.step_bytes = self.step_tokens * split.n_bytes / len(split)
         self.sizes, self.step_flops = dict[Shape, int](), dict[Shape, float]()
         for shape in islice(ladder(), 0, 24, 2):  # one depth of each width
             model = decoder_config(*shape, self.vocab_size)
             cost = training_cost(model, batch_size=DATA.batch_size, seq_len=DATA.seq_len, replicas=1)
             self.sizes[shape], self.step_flops[shape] = (
                 cost.block_params,
-                cost.token_flops * DATA.batch_size * DATA.seq_len,
+                cost.token_flops * self.step_tokens,
             )
         found = [
             StudyRun(s, int(flops * share / self.step_flops[s]), config.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ def flops_in(seconds: float, machine: Machine) -> float:
     return USABLE * seconds * rate
 
 
-def train_run(job: Job, scratch: Path, **options: Any) -> list[float]:
+def train_run(job: Job, scratch: Path, fractions: Sequence[float] = FRACTIONS, **options: Any) -> list[float]:
     """Train a stable run and its branches, and return their bits per byte. options: of `pretrain`."""
     quiet, losses = StepFunction(lambda step, metrics: None), list[float]()
     options |= {"checkpoint_seconds": 30.0}
-    points = {share: branches.branch_step(job, share) for share in FRACTIONS[:-1]}
+    points = {share: branches.branch_step(job, share) for share in fractions[:-1]}
     stable = pretrain(job, scratch / "stable", quiet, branch_points=[*points.values()], **options)
     for share, at in points.items():
         start = branch_folder(scratch / "stable", at) / f"step-{at:08d}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from whorl.plan.laws.fits import LawFit
+from whorl.plan.laws.grids import BATCHES, FACTORS, Grids
 from whorl.plan.laws.law import MORE, ScalingLaw, ends
 from whorl.plan.laws.points import Points, groups
 from whorl.report.blocks import Block, Card, Column, Curve, Line, LineStyle, StepReport, Table, Text
@@ -78,6 +79,28 @@ def backtest_line(fit: LawFit) -> str:
         f"Backtest: the law of the {test.fitted} runs up to {test.limit:.2g} FLOPs errs by at most {worst:.1%} on the "
         f"{len(test.errors)} dearer ones, up to {fit.law.flops[1] / test.limit:.1f} x as dear; Kaplan's form {kaplan:.1%}."
     )
+
+
+def grid_blocks(grids: Grids) -> list[Block]:
+    """Return the blocks of a study's grids."""
+    narrow, wide, mup = grids.rates
+    cost = ", ".join(f"{rows:g} x: {more:.2f}" for rows, more in zip(BATCHES, grids.data[1:], strict=True))
+    found = f"{grids.critical_tokens:,.0f} tokens" if math.isfinite(grids.critical_tokens) else "not reached"
+    text = Text(section="Rates and batches", lines=[
+        f"Best learning rates: {narrow.best:.2f} x the defaults at {narrow.name}, {wide.best:.2f} x at {wide.name}. With "
+        f"those of {narrow.name} it loses {wide.lost:.1%}, by muP {mup.lost:.1%}.",
+        f"Critical batch: {found}; a step has {grids.step_tokens:,}. Text that more rows need for the same loss: {cost}.",
+    ])  # fmt: skip
+    styles: tuple[LineStyle, ...] = ("main", "second", "third")
+    lines = [
+        Line(name=each.name, x=np.log2(FACTORS).tolist(), y=each.losses, style=style, dots=True)
+        for each, style in zip(grids.rates, styles, strict=True)
+        if np.isfinite(each.losses).all()
+    ]
+    curve = Curve(
+        section=text.section, title="Loss against learning rate", lines=lines, x_label="log2 of the factor"
+    )
+    return [text, curve] if lines else [text]
 
 
 def _loss_curve(fit: LawFit, flops: float) -> Curve:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import log10
-from pathlib import Path
 from typing import Any
 
-from whorl.plan.accounting.devices import Device
-from whorl.report.blocks import Column, Curve, Line, LineStyle, StepReport, Table
-from whorl.report.data import ReportData
-from whorl.report.render import render
+from whorl.machine.device_probe import DTYPE_ABBREVIATIONS, Machine
+from whorl.models import TransformerConfig
+from whorl.plan.accounting.devices import Device, this_machine
+from whorl.plan.accounting.model_cost import ModelCost
+from whorl.plan.accounting.roofline import STEPS, operators
+from whorl.report.blocks import Block, Column, Curve, Line, LineStyle, Table
 
 STYLES: tuple[LineStyle, ...] = ("main", "second", "third", "fourth", "fifth")
 NOTE = (
@@ -19,11 +20,27 @@ NOTE = (
 )
 
 
-def write_roofline(
-    title: str, device: Device, dtype: str, steps: Mapping[str, Sequence[Mapping[str, Any]]],
-    measured: Sequence[tuple[float, float]], out: Path,
-) -> None:  # fmt: skip
-    """Write the page. steps: of `Operator.on`, by step. measured: (FLOPs per byte, FLOP/s) of products on the device."""
+def study_roofline(model: TransformerConfig, machine: Machine, rows: int, length: int) -> list[Block]:
+    """Return the roofline of a shape on this machine, in its type."""
+    device, dtype = (
+        this_machine(machine),
+        DTYPE_ABBREVIATIONS[str(machine.torch_dtype).removeprefix("torch.")],
+    )
+    cost = ModelCost(model, dtype)
+    steps = {step: [one.on(device, dtype) for one in operators(cost, step, rows, length)] for step in STEPS}
+    return roofline_blocks(device, dtype, steps, section="Roofline")
+
+
+def roofline_blocks(
+    device: Device, dtype: str, steps: Mapping[str, Sequence[Mapping[str, Any]]],
+    measured: Sequence[tuple[float, float]] = (), section: str = "",
+) -> list[Block]:  # fmt: skip
+    """Return the picture and a table of each step.
+
+    Args:
+        steps: of `Operator.on`, by step.
+        measured: (FLOPs per byte, FLOP/s) of products on the device.
+    """
     peak, ridge = device.peak(dtype), device.peak(dtype) / device.bandwidth
     found = {step: [one["intensity"] for one in each if one["flops"]] for step, each in steps.items()}
     ends = [ridge, *(x for each in found.values() for x in each), *(x for x, _ in measured)]
@@ -35,9 +52,11 @@ def write_roofline(
             x, y = ([log10(value) for value in axis] for axis in zip(*pairs, strict=True))
             lines.append(Line(name=name, x=x, y=y, style=style, dots=name != "roof", joined=name == "roof"))
     about = f"{device.title}, {dtype}"
-    blocks: list[Any] = [Curve(title=about, lines=lines, x_label="log10 FLOPs per byte", note=NOTE)]
+    blocks: list[Block] = [
+        Curve(section=section, title=about, lines=lines, x_label="log10 FLOPs per byte", note=NOTE)
+    ]
     for step, each in steps.items():
         columns = [Column(name=name, number=name not in ("name", "part", "bound")) for name in each[0]]
         rows: list[Any] = [[v if isinstance(v, str) else f"{v:.3g}" for v in one.values()] for one in each]
-        blocks.append(Table(title=step, columns=columns, rows=rows))
-    render(ReportData(title=title, reports=[("roofline", StepReport(blocks=blocks))]), out)
+        blocks.append(Table(section=section, title=step, columns=columns, rows=rows))
+    return blocks
