@@ -1,7 +1,7 @@
 """Laws of small studies against runs of eight times the compute, on Python and on prose.
 
     python bench/plan/laws_here.py --store .whorl                  # about 55 minutes on two quiet cores
-    python bench/plan/laws_here.py --store .whorl --seeds 2 --seconds 120
+    python bench/plan/laws_here.py --store .whorl --seeds 2 --budget 120s    # or FLOPs
 
 The store must hold the tokens of a quickstart. Prose are the docstrings of the installed packages. Each study has its own
 seed and 4 minutes; its largest run takes about half a minute. The held-out loss at 8 x the FLOPs of that run is measured
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim, parse, smoke
 from bench.plan._tiny_store import open_store
 
+from whorl.machine.budget import Budget
 from whorl.machine.device_probe import probe
 from whorl.plan.config import StudyConfig
 from whorl.plan.laws import study, study_run
@@ -89,14 +90,15 @@ def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--store", default=None)
         parser.add_argument("--seeds", type=int, default=5)
-        parser.add_argument("--seconds", type=float, default=240.0)
+        parser.add_argument("--budget", default="240s")
 
-    a = parse(__doc__, arguments, smoke={"seeds": 1, "seconds": 0.0})
+    a = parse(__doc__, arguments, smoke={"seeds": 1, "budget": "1.2e11flops"})
     store, machine = open_store(a.store), probe()
     if smoke():
         study.DATA, study.MIN_STEPS, study.MAX_EPOCHS = DataConfig(seq_len=16, batch_size=8), 16, 1e9
         study_run.SCORED_BYTES, study.SHARES = 4000, (1 / 8, 1 / 6)  # few runs
-    flops = 1.2e11 if smoke() else study_run.flops_in(a.seconds, machine)
+    budget = Budget.parse(a.budget)
+    flops = budget.flops or study_run.flops_in(budget.seconds or 0.0, machine)
     python = store.open("quickstart/tokens")
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = 512 if smoke() else 1024
