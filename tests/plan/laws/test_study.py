@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from tests.support.recipes import study_runs
 from whorl.errors import BudgetError
 from whorl.plan.laws import grids, study_run
 from whorl.plan.laws import study as design
-from whorl.plan.laws.law import ScalingLaw
+from whorl.plan.laws.law import ScalingLaw, fitted_law
+from whorl.recipes.steps.pretrain.law_page import grid_blocks
+from whorl.report.blocks import Curve, Text
 from whorl.store import Store
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import DivergedError
@@ -164,6 +167,21 @@ def test_grids_find_rates_transfer_and_the_critical_batch(
     assert "Loss against learning rate" in html and "log10 FLOPs per byte" in html
     names = [*law.summary["runs"]]
     assert sum("-rate" in name or "-rows" in name for name in names) == 11
+
+
+def test_diverged_grid_runs_are_named(folder: Path) -> None:
+    law, shapes = fitted_law(), {(64, 2): 98304, (128, 3): 589824}
+    study: Any = SimpleNamespace(first=((64, 2),), sizes=shapes, vocab_size=1024, step_tokens=2048)
+    losses = {
+        grids.GridRun(shape, 2000, factor, mup=mup): math.nan if factor == 2 and shape[0] > 64 else 1.2
+        for shape, mup in (((64, 2), False), ((128, 3), False), ((128, 3), True))
+        for factor in grids.FACTORS
+    }
+    losses |= {grids.GridRun((64, 2), round(2000 / rows), rows=rows): math.nan for rows in grids.BATCHES}
+    text, curve = grid_blocks(grids.read_grids(study, losses, law))
+    assert isinstance(text, Text) and "unknown, a run diverged" in text.lines[1]
+    assert curve.note == "Diverged: width 128, 2 x; width 128, muP, 2 x."
+    assert isinstance(curve, Curve) and [len(line.x) for line in curve.lines] == [3, 2, 2]
 
 
 def test_grids_without_enough_flops_are_refused_before_a_run(folder: Path) -> None:

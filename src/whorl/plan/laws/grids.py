@@ -112,13 +112,13 @@ def read_grids(study: Study, losses: Mapping[GridRun, float], law: ScalingLaw) -
             np.polyval(coefs, math.log(rates[0].best if rates else best)) / np.polyval(coefs, math.log(best))
             - 1
         )
-        rates.append(Rates(f"width {shape[0]}{', muP' * mup}", each, best, max(0.0, float(lost))))
+        rates.append(Rates(f"width {shape[0]}{', muP' * mup}", each, best, max(float(lost), 0.0)))
     floor = float(law.loss(float(study.sizes[narrow]), math.inf, study.vocab_size))  # of endless text
     whole = rates[0].losses[FACTORS.index(1.0)]
     above = np.array([whole, *(loss for run, loss in losses.items() if run.rows > 1)]) - floor
     data = (np.maximum(above, 0.0) / above[0]) ** (1 / law.data_exponent)
     slope, start = np.polyfit([1.0, *BATCHES], data, 1) if np.isfinite(data).all() else (math.nan, math.nan)
-    critical = math.inf if slope <= 0 else study.step_tokens * max(0.0, float(start / slope))
+    critical = math.inf if slope <= 0 else study.step_tokens * max(float(start / slope), 0.0)
     return Grids(rates, data.tolist(), study.step_tokens, critical)
 
 

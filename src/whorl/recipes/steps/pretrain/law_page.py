@@ -14,6 +14,7 @@ from whorl.plan.laws.points import Points, groups
 from whorl.report.blocks import Block, Card, Column, Curve, Line, LineStyle, StepReport, Table, Text
 from whorl.report.format import NBSP, format_number, format_si
 
+GRID_STYLES: tuple[LineStyle, ...] = ("main", "second", "third")
 CONSTANTS = ("E", "A", "alpha", "B", "beta")
 
 
@@ -85,21 +86,24 @@ def grid_blocks(grids: Grids) -> list[Block]:
     """Return the blocks of a study's grids."""
     narrow, wide, mup = grids.rates
     cost = ", ".join(f"{rows:g} x: {more:.2f}" for rows, more in zip(BATCHES, grids.data[1:], strict=True))
-    found = f"{grids.critical_tokens:,.0f} tokens" if math.isfinite(grids.critical_tokens) else "not reached"
+    found = (
+        "more than was tried" if math.isinf(grids.critical_tokens) else f"{grids.critical_tokens:,.0f} tokens"
+    )
+    found = "unknown, a run diverged" if math.isnan(grids.critical_tokens) else found
     text = Text(section="Rates and batches", lines=[
         f"Best learning rates: {narrow.best:.2f} x the defaults at {narrow.name}, {wide.best:.2f} x at {wide.name}. With "
         f"those of {narrow.name} it loses {wide.lost:.1%}, by muP {mup.lost:.1%}.",
         f"Critical batch: {found}; a step has {grids.step_tokens:,}. Text that more rows need for the same loss: {cost}.",
     ])  # fmt: skip
-    styles: tuple[LineStyle, ...] = ("main", "second", "third")
-    lines = [
-        Line(name=each.name, x=np.log2(FACTORS).tolist(), y=each.losses, style=style, dots=True)
-        for each, style in zip(grids.rates, styles, strict=True)
-        if np.isfinite(each.losses).all()
-    ]
-    curve = Curve(
-        section=text.section, title="Loss against learning rate", lines=lines, x_label="log2 of the factor"
-    )
+    lines, diverged, x = list[Line](), list[str](), np.log2(FACTORS)
+    for each, style in zip(grids.rates, GRID_STYLES, strict=True):
+        known = np.isfinite(each.losses)
+        diverged += [f"{each.name}, {factor:g} x" for factor in np.array(FACTORS)[~known]]
+        if known.any():
+            y = np.array(each.losses)[known].tolist()
+            lines.append(Line(name=each.name, x=x[known].tolist(), y=y, style=style, dots=True))
+    note, title = f"Diverged: {'; '.join(diverged)}." if diverged else "", "Loss against learning rate"
+    curve = Curve(section=text.section, title=title, lines=lines, x_label="log2 of the factor", note=note)
     return [text, curve] if lines else [text]
 
 
