@@ -110,7 +110,7 @@ def make(store: Store, name: str, source: tuple[str, str], budget: str, until: s
 
 
 def started(store: Store, name: str, source: tuple[str, str], budget: str) -> None:
-    """Make a recipe in a process of its own, as a user does: memory of earlier runs would be counted."""
+    """Make a recipe in a new process, as a user does: memory of earlier runs would be counted."""
     mode = ["--smoke"] if smoke() else []
     command = [sys.executable, __file__, "--store", str(store.root), "--one", name, *source, budget, *mode]
     subprocess.run(command, check=True)

@@ -11,13 +11,11 @@ TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, ARENA_MAX = -1, -2, -3, -8  # malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Return what earlier work freed, and configure the allocator to reuse freed memory from now on.
+    """Configure the allocator to reuse freed memory.
 
     By default it returns large blocks to the kernel, and every new page costs a fault. A training step allocates the
-    same few hundred tensors each time; a quickstart step lost 4 of 52 ms to that. Without the return, training held what
-    the probe, tokenizer and tokens had freed since the timing: 0.4 GB more than planned in two of eight runs.
+    same few hundred tensors each time; a quickstart step lost 4 of 52 ms to that.
     """
-    trim_freed_memory()
     if (mallopt := _libc("mallopt")) is not None:
         mallopt(MMAP_THRESHOLD, 1 << 30)
         mallopt(TRIM_THRESHOLD, 2**31 - 1)

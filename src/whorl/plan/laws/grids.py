@@ -1,4 +1,4 @@
-"""Grids beside a study: the best learning rate at two widths, with muP and without, and the critical batch.
+"""The grids of a study: the best learning rate at two widths, with muP and without, and the critical batch.
 
 Rates are the defaults times FACTORS, of all parameters at once. The best factor is the lowest point of a parabola of the
 loss in ln factor. The rates of the narrow model transfer if the wide one loses little by them; muP (`train/optim/mup.py`)

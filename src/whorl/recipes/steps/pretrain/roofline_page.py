@@ -7,10 +7,11 @@ from math import log10
 from typing import Any
 
 from whorl.machine.device_probe import DTYPE_ABBREVIATIONS, Machine
-from whorl.models import TransformerConfig
 from whorl.plan.accounting.devices import Device, this_machine
-from whorl.plan.accounting.model_cost import ModelCost
+from whorl.plan.accounting.model_cost import ModelCost, decoder_config
 from whorl.plan.accounting.roofline import STEPS, operators
+from whorl.plan.config import PlanConfig
+from whorl.plan.ladder import Shape
 from whorl.report.blocks import Block, Column, Curve, Line, LineStyle, Table
 
 STYLES: tuple[LineStyle, ...] = ("main", "second", "third", "fourth", "fifth")
@@ -20,14 +21,15 @@ NOTE = (
 )
 
 
-def study_roofline(model: TransformerConfig, machine: Machine, rows: int, length: int) -> list[Block]:
-    """Return the roofline of a shape on this machine, in its type."""
+def study_roofline(shape: Shape, vocab_size: int, machine: Machine) -> list[Block]:
+    """Return the roofline of a shape of the planner on this machine, in its type."""
     device, dtype = (
         this_machine(machine),
         DTYPE_ABBREVIATIONS[str(machine.torch_dtype).removeprefix("torch.")],
     )
-    cost = ModelCost(model, dtype)
-    steps = {step: [one.on(device, dtype) for one in operators(cost, step, rows, length)] for step in STEPS}
+    data, cost = PlanConfig().data, ModelCost(decoder_config(*shape, vocab_size), dtype)
+    found = {step: operators(cost, step, data.batch_size, data.seq_len) for step in STEPS}
+    steps = {step: [one.on(device, dtype) for one in each] for step, each in found.items()}
     return roofline_blocks(device, dtype, steps, section="Roofline")
 
 

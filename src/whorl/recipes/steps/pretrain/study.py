@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 def study(ctx: StepContext, config: StudyConfig) -> None:
     """Train small runs on the tokens, and fit a scaling law to their losses."""
     from whorl.machine.kernel_choice import choose_once
-    from whorl.plan.accounting.model_cost import decoder_config
     from whorl.plan.laws import grids
-    from whorl.plan.laws.study import DATA, Study
+    from whorl.plan.laws.study import Study
     from whorl.plan.laws.study_run import flops_in
     from whorl.recipes.steps.pretrain.law_page import grid_blocks, law_report
     from whorl.recipes.steps.pretrain.roofline_page import study_roofline
@@ -54,8 +53,7 @@ def study(ctx: StepContext, config: StudyConfig) -> None:
     ctx.report = law_report(fit)
     if planned:
         ctx.report.blocks += grid_blocks(grids.read_grids(made, tried, fit.law))
-    model = decoder_config(*made.first[-1], made.vocab_size)
-    ctx.report.blocks += study_roofline(model, ctx.machine, DATA.batch_size, DATA.seq_len)
+    ctx.report.blocks += study_roofline(made.first[-1], made.vocab_size, ctx.machine)
     (ctx.out / "law.json").write_text(json.dumps(fit.law.to_json(), indent=1) + "\n")
     render(
         ReportData(title=f"A scaling law of {fit.law.corpus}", reports=[("law", ctx.report)]),
