@@ -128,6 +128,14 @@ class StudyConfig(BaseModel):
             raise ValueError("a study runs on this machine: give a time (30m) or FLOPs (1e15flops)")
         return budget
 
+    @model_validator(mode="after")
+    def _untimed(self) -> StudyConfig:
+        if self.deterministic and Budget.parse(self.budget).seconds is not None:
+            raise ValueError(
+                f"a budget of {self.budget} needs timing, which deterministic excludes: give FLOPs (1e15flops)"
+            )
+        return self
+
 
 def _check_buildable(shape: Any) -> None:
     """Build the model on the meta device.

@@ -111,6 +111,18 @@ def test_study_verb_takes_tokens(folder: Path) -> None:
     )
 
 
+def test_study_verb_refuses_its_budget_before_a_step_runs(folder: Path) -> None:
+    for budget, words, more in (
+        ("3usd@h100", "a study runs on this machine", []),
+        ("30m", "deterministic excludes: give FLOPs", ["--deterministic"]),
+    ):
+        store = folder / "untouched"
+        said = refuse(
+            folder, "plan", "study", "quickstart", "--budget", budget, *more, "--store", store, code=2
+        )
+        assert words in said and not store.exists()
+
+
 def test_run_trains_with_branches_that_equal_short_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

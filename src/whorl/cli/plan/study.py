@@ -39,25 +39,27 @@ def study(
     """
     from whorl.cli.options import open_artifact
     from whorl.cli.text_table import print_blocks
-    from whorl.recipes import load_recipe, parse_recipe, ready_recipes, run_recipe
+    from whorl.recipes import Recipe, load_recipe, parse_recipe, ready_recipes, run_recipe
     from whorl.report.blocks import REPORT_FILE, StepReport
     from whorl.store import Store
     from whorl.tracking.progress import Progress
 
-    opened, progress, expected = Store(store), Progress(), "a recipe, or an artifact of the kind tokens"
+    def recipe(name: str, refs: str) -> Recipe:
+        text = f'uses = "study"\nfrom = {{{refs}}}\nseed = {seed}\ngrids = {str(grids).lower()}'
+        text = f'name = "{name}-study"\n[steps.law]\n{text}'
+        return parse_recipe(text, "study", budget=budget, deterministic=deterministic)
+
+    roles, expected = ("documents", "selection"), "a recipe, or an artifact of the kind tokens"
+    recipe(
+        "any", ", ".join(f'{role} = "{tokens}"' for role in ("tokens", *roles))
+    )  # refuses before a step runs
+    opened, progress = Store(store), Progress()
     if tokens.endswith(".toml") or tokens in ready_recipes():
         found = run_recipe(load_recipe(tokens), opened, progress, until="tokens").artifacts["tokens"]
     else:
         found = open_artifact(tokens, store, ("tokens",), expected)
-    given = {"tokens": found.address, **{role: found.parents[role] for role in ("documents", "selection")}}
+    given = {"tokens": found.address, **{role: found.parents[role] for role in roles}}
     refs = ", ".join(f'{role} = "{address}"' for role, address in given.items())
-    text = f'[steps.law]\nuses = "study"\nfrom = {{{refs}}}\nseed = {seed}\ngrids = {str(grids).lower()}'
-    recipe = parse_recipe(
-        f'name = "{found.name.partition("/")[0]}-study"\n{text}',
-        "study",
-        budget=budget,
-        deterministic=deterministic,
-    )
-    law = run_recipe(recipe, opened, progress).artifacts["law"]
+    law = run_recipe(recipe(found.name.partition("/")[0], refs), opened, progress).artifacts["law"]
     print_blocks(StepReport.read(law.file(REPORT_FILE)).blocks)
     print(f"\npage: {law.file('law.html')}")
