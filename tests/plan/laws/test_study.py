@@ -133,7 +133,7 @@ def test_run_trains_with_branches_that_equal_short_runs(
     from whorl.plan.config import StudyConfig
 
     machine = probe().without_measured_choices()
-    made = design.Study(StudyConfig(deterministic=True), tokens.path, machine, 9e10)
+    made = design.Study(StudyConfig(budget="9e10flops", deterministic=True), tokens.path, machine, 9e10)
     job = made.job(made.runs[0]).model_copy(update={"replicas": 1, "steps": 40})
     losses = study_run.train_run(job, folder / "run")
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2] > 0
