@@ -13,6 +13,12 @@ from whorl.train.config import DataConfig, OptimConfig, RoutingConfig
 FRACTIONS = (0.25, 0.5, 1.0)  # of the steps of a study's run: two decay branches, and the run itself
 
 
+FACTORS, BATCHES = (
+    (0.5, 1.0, 2.0),
+    (2.0, 4.0),
+)  # of a study's grids: of the default rates; of the rows of a step
+
+
 class PlanConfig(BaseModel):
     """The budget, and optional fixed choices. The planner chooses every field that is left out."""
 

@@ -19,6 +19,7 @@ from tests.support.cli import refuse, succeed
 from tests.support.recipes import study_runs
 
 from whorl.errors import BudgetError
+from whorl.plan import config
 from whorl.plan.laws import grids, study_run
 from whorl.plan.laws import study as design
 from whorl.plan.laws.law import ScalingLaw, fitted_law
@@ -187,9 +188,9 @@ def test_diverged_grid_runs_are_named(folder: Path) -> None:
     losses = {
         grids.GridRun(shape, 2000, factor, mup=mup): math.nan if factor == 2 and shape[0] > 64 else 1.2
         for shape, mup in (((64, 2), False), ((128, 3), False), ((128, 3), True))
-        for factor in grids.FACTORS
+        for factor in config.FACTORS
     }
-    losses |= {grids.GridRun((64, 2), round(2000 / rows), rows=rows): math.nan for rows in grids.BATCHES}
+    losses |= {grids.GridRun((64, 2), round(2000 / rows), rows=rows): math.nan for rows in config.BATCHES}
     text, curve = grid_blocks(grids.read_grids(study, losses, law))
     assert isinstance(text, Text) and "unknown, a run diverged" in text.lines[1]
     assert curve.note == "Diverged: width 128, 2 x; width 128, muP, 2 x."

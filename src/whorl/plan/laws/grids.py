@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whorl.errors import BudgetError
+from whorl.plan.config import BATCHES, FACTORS
 from whorl.plan.ladder import Shape
 from whorl.plan.laws.law import ScalingLaw
 from whorl.plan.laws.study import Study, StudyRun
 from whorl.train.job import Job
 
-FACTORS, BATCHES = (0.5, 1.0, 2.0), (2.0, 4.0)  # of the default rates; of the rows of a step
 SHARE = 0.25  # of a study's FLOPs
 MIN_STEPS = 400  # of a run with the usual rows
 RATES = ("lr_muon", "lr_adamw", "lr_embedding", "lr_scalar", "lr_ngram")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from whorl.plan.config import BATCHES, FACTORS
 from whorl.plan.laws.fits import LawFit
-from whorl.plan.laws.grids import BATCHES, FACTORS, Grids
 from whorl.plan.laws.law import MORE, ScalingLaw, ends
 from whorl.plan.laws.points import Points, groups
 from whorl.report.blocks import Block, Card, Column, Curve, Line, LineStyle, StepReport, Table, Text
 from whorl.report.format import NBSP, format_number, format_si
+
+if TYPE_CHECKING:
+    from whorl.plan.laws.grids import Grids
 
 GRID_STYLES: tuple[LineStyle, ...] = ("main", "second", "third")
 CONSTANTS = ("E", "A", "alpha", "B", "beta")

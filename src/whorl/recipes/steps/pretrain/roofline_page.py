@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import log10
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from whorl.machine.device_probe import DTYPE_ABBREVIATIONS, Machine
-from whorl.plan.accounting.devices import Device, this_machine
-from whorl.plan.accounting.model_cost import ModelCost, decoder_config
-from whorl.plan.accounting.roofline import STEPS, operators
-from whorl.plan.config import PlanConfig
-from whorl.plan.ladder import Shape
 from whorl.report.blocks import Block, Column, Curve, Line, LineStyle, Table
+
+if TYPE_CHECKING:
+    from whorl.machine.device_probe import Machine
+    from whorl.plan.accounting.devices import Device
+    from whorl.plan.ladder import Shape
 
 STYLES: tuple[LineStyle, ...] = ("main", "second", "third", "fourth", "fifth")
 NOTE = (
@@ -23,6 +22,12 @@ NOTE = (
 
 def study_roofline(shape: Shape, vocab_size: int, machine: Machine) -> list[Block]:
     """Return the roofline of a shape of the planner on this machine, in its type."""
+    from whorl.machine.device_probe import DTYPE_ABBREVIATIONS
+    from whorl.plan.accounting.devices import this_machine
+    from whorl.plan.accounting.model_cost import ModelCost, decoder_config
+    from whorl.plan.accounting.roofline import STEPS, operators
+    from whorl.plan.config import PlanConfig
+
     device, dtype = (
         this_machine(machine),
         DTYPE_ABBREVIATIONS[str(machine.torch_dtype).removeprefix("torch.")],
