@@ -192,7 +192,7 @@ def test_diverged_grid_runs_are_named(folder: Path) -> None:
     }
     losses |= {grids.GridRun((64, 2), round(2000 / rows), rows=rows): math.nan for rows in config.BATCHES}
     text, curve = grid_blocks(grids.read_grids(study, losses, law))
-    assert isinstance(text, Text) and "unknown, a run diverged" in text.lines[1]
+    assert isinstance(text, Text) and "not found: a run diverged" in text.lines[1]
     assert curve.note == "Diverged: width 128, 2 x; width 128, muP, 2 x."
     assert isinstance(curve, Curve) and [len(line.x) for line in curve.lines] == [3, 2, 2]
 

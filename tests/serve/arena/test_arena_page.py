@@ -93,6 +93,8 @@ def test_prompt_sent_while_the_page_loads_is_answered(server: RunningArena, brow
     page.goto(server.url)
     page.fill("#prompt", "Early")
     page.keyboard.press("Control+Enter")
+    while not held:
+        page.wait_for_timeout(10)
     held[0].continue_()
     expect(page.locator("#choices:not([hidden]) button:not(:disabled)")).to_have_count(4)
     assert [battle.turns[0].prompt for battle in server.arena.log.battles()] == ["Early"]

@@ -50,9 +50,8 @@ def study(
         return parse_recipe(text, "study", budget=budget, deterministic=deterministic)
 
     roles, expected = ("documents", "selection"), "a recipe, or an artifact of the kind tokens"
-    recipe(
-        "any", ", ".join(f'{role} = "{tokens}"' for role in ("tokens", *roles))
-    )  # refuses before a step runs
+    # Wrong settings are refused before a step runs.
+    recipe("any", ", ".join(f'{role} = "any/tokens"' for role in ("tokens", *roles)))
     opened, progress = Store(store), Progress()
     if tokens.endswith(".toml") or tokens in ready_recipes():
         found = run_recipe(load_recipe(tokens), opened, progress, until="tokens").artifacts["tokens"]

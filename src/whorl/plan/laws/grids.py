@@ -60,7 +60,7 @@ class Grids(NamedTuple):
     """rates: of narrow, wide, and wide with muP. data: text that 1 and BATCHES times the rows need, relative.
 
     step_tokens: of the usual rows. critical_tokens: the critical batch; inf if more rows need no more text, nan if a run
-    of them diverged.
+    diverged, or the law has more for endless text than was measured.
     """
 
     rates: list[Rates]
@@ -108,11 +108,11 @@ def read_grids(study: Study, losses: Mapping[GridRun, float], law: ScalingLaw) -
     for shape, mup in dict.fromkeys((run.shape, run.mup) for run in losses if run.rows == 1):
         each = [losses[run] for run in losses if (run.shape, run.mup, run.rows) == (shape, mup, 1.0)]
         best, coefs = _lowest(each)
-        lost = (
-            np.polyval(coefs, math.log(rates[0].best if rates else best)) / np.polyval(coefs, math.log(best))
-            - 1
+        used = rates[0].best if rates else best
+        with_narrow, lowest = (float(np.polyval(coefs, math.log(factor))) for factor in (used, best))
+        rates.append(
+            Rates(f"width {shape[0]}{', muP' * mup}", each, best, max(with_narrow / lowest - 1, 0.0))
         )
-        rates.append(Rates(f"width {shape[0]}{', muP' * mup}", each, best, max(float(lost), 0.0)))
     floor = float(law.loss(float(study.sizes[narrow]), math.inf, study.vocab_size))  # of endless text
     whole = rates[0].losses[FACTORS.index(1.0)]
     above = np.array([whole, *(loss for run, loss in losses.items() if run.rows > 1)]) - floor

@@ -90,10 +90,13 @@ def grid_blocks(grids: Grids) -> list[Block]:
     """Return the blocks of a study's grids."""
     narrow, wide, mup = grids.rates
     cost = ", ".join(f"{rows:g} x: {more:.2f}" for rows, more in zip(BATCHES, grids.data[1:], strict=True))
-    found = (
-        "more than was tried" if math.isinf(grids.critical_tokens) else f"{grids.critical_tokens:,.0f} tokens"
-    )
-    found = "unknown, a run diverged" if math.isnan(grids.critical_tokens) else found
+    critical, found = grids.critical_tokens, f"{grids.critical_tokens:,.0f} tokens"
+    if not math.isfinite(critical):
+        found = (
+            "more than was tried"
+            if critical > 0
+            else "not found: a run diverged, or the law is above the losses"
+        )
     text = Text(section="Rates and batches", lines=[
         f"Best learning rates: {narrow.best:.2f} x the defaults at {narrow.name}, {wide.best:.2f} x at {wide.name}. With "
         f"those of {narrow.name} it loses {wide.lost:.1%}, by muP {mup.lost:.1%}.",

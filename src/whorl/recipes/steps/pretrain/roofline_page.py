@@ -28,10 +28,8 @@ def study_roofline(shape: Shape, vocab_size: int, machine: Machine) -> list[Bloc
     from whorl.plan.accounting.roofline import STEPS, operators
     from whorl.plan.config import PlanConfig
 
-    device, dtype = (
-        this_machine(machine),
-        DTYPE_ABBREVIATIONS[str(machine.torch_dtype).removeprefix("torch.")],
-    )
+    dtype = DTYPE_ABBREVIATIONS[str(machine.torch_dtype).removeprefix("torch.")]
+    device = this_machine(machine)
     data, cost = PlanConfig().data, ModelCost(decoder_config(*shape, vocab_size), dtype)
     found = {step: operators(cost, step, data.batch_size, data.seq_len) for step in STEPS}
     steps = {step: [one.on(device, dtype) for one in each] for step, each in found.items()}

@@ -37,16 +37,13 @@ def study(ctx: StepContext, config: StudyConfig) -> None:
     flops = budget.flops or choose_once("study_flops", lambda: flops_in(budget.seconds or 0.0, ctx.machine))
     law_flops = flops * (1 - grids.SHARE) if config.grids else flops
     made = Study(config, tokens, ctx.machine, law_flops)
-    planned = (
-        grids.grid_runs(made, flops - law_flops) if config.grids else []
-    )  # refused before a run is trained
+    # Too few FLOPs are refused before a run is trained.
+    planned = grids.grid_runs(made, flops - law_flops) if config.grids else []
     while (run := made.next_run(results)) is not None:
         results[run] = _losses(ctx, made.job(run), run.name)
         ctx.progress.log(f"    {run.name}: {', '.join(f'{loss:.3f}' for loss in results[run])} bits per byte")
-    fit, tried = (
-        made.fit(results, corpus=ctx.parents["tokens"].name.partition("/")[0]),
-        dict[grids.GridRun, float](),
-    )
+    fit = made.fit(results, corpus=ctx.parents["tokens"].name.partition("/")[0])
+    tried = dict[grids.GridRun, float]()
     for one in planned:
         [tried[one]] = _losses(ctx, grids.grid_job(made, one), one.name, (1.0,))
         ctx.progress.log(f"    {one.name}: {tried[one]:.3f} bits per byte")
