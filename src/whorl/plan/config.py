@@ -64,7 +64,7 @@ class PlanConfig(BaseModel):
             try:
                 _ = parse_devices(parsed.device)[0].price_per_hour
             except ConfigError as error:
-                raise ValueError(f"{error.what}; expected {error.expected}") from error
+                raise ValueError(f"{error.expected} ({error.what})") from error
         return budget
 
     @model_validator(mode="after")

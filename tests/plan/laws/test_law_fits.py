@@ -164,8 +164,8 @@ def test_csv_mistakes_name_column_and_line(tmp_path: Path) -> None:
     write(path, points, splits=["a"] * 9)
     with pytest.raises(DataError, match=r"unknown column 'splits'(.|\n)*did you mean 'split'"):
         read_csv(path)
-    write(path, points, tokenizer=[*"aaaaaaabb"])
-    with pytest.raises(DataError, match=r"several tokenizers(.|\n)*a \(7 rows\), b \(2 rows\)"):
+    write(path, points, tokenizer=[*"aaaaaaaab"])
+    with pytest.raises(DataError, match=r"several tokenizers(.|\n)*a \(8 rows\), b \(1 row\)"):
         read_csv(path)
     path.write_text("parameters,loss\n1,2\n")
     with pytest.raises(

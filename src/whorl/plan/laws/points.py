@@ -78,7 +78,9 @@ def read_csv(path: Path) -> Points:
     columns = {name: [row[i] if i < len(row) else "" for row in rows] for i, name in enumerate(heads)}
     for name in ("tokenizer", "split"):
         if len(counts := Counter(columns.pop(name, ()))) > 1:
-            found = ", ".join(f"{label or 'none'} ({n} rows)" for label, n in counts.most_common(4))
+            found = ", ".join(
+                f"{label or 'none'} ({n} row{'s' * (n > 1)})" for label, n in counts.most_common(4)
+            )
             raise DataError(
                 f"{path}: losses of several {name}s cannot be compared: {found}", expected=f"one {name} in all rows",
                 do="keep the rows of one, or give bits per byte of the same text without this column",
