@@ -11,7 +11,9 @@ name. Queries are the sentences of one fifth of them, in five splits; the index 
 3. one wrong letter in each word of five or more letters keeps 0.8 of the MRR;
 4. hybrid: above text and above vectors, with a paired bootstrap interval of 95 % that excludes zero. The embedder of a split
    is an artifact of the step `embedder`. It is trained on the functions of the other splits with their sentences, and on
-   those of this one without. Texts are embedded as the words of the index's analysis, their first 300 characters.
+   those of this one without, 300 characters of each, with `words`: it reads the words of the index's analysis.
+
+Documents are cut into passages, and these are embedded, as `whorl watch` does; `bm25s` gets the same passages.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ from bench._peers import environment, interpreters
 from bench._run import claim, parse, sized
 
 from whorl.embedding.embedder import Embedder
+from whorl.loop.search.passages import cut
+from whorl.loop.search.settings import SearchSettings
 from whorl.recipes import parse_recipe, run_recipe
 from whorl.search.analysis import Analysis
-from whorl.search.documents import Encode, Passage, SearchDocument, SearchQuery, Vectors
+from whorl.search.documents import Encode, Passage, SearchDocument, SearchQuery
 from whorl.search.index import Index, open_index
 from whorl.store import Store
 from whorl.tokens.tokenizer import Tokenizer
@@ -70,6 +74,7 @@ parents = ["tokens", "tokenizer"]
 steps = {steps}
 batch_size = {batch}
 min_span = 6
+words = true
 evaluations = 1
 threads = 1
 """
@@ -94,15 +99,9 @@ class Function(NamedTuple):
     text: str
     sentence: str
 
-    @property
-    def head(self) -> str:
-        """The embedded part: words of `HEAD` characters, about one window of the embedder."""
-        return words(f"{self.title}\n{self.text[:HEAD]}")
-
-
-def words(text: str) -> str:
-    """The words of the index's analysis, which are equal in identifiers and in sentences."""
-    return " ".join(ANALYSIS.words(text))
+    def passages(self) -> list[tuple[int, str]]:
+        """(start, text) of each."""
+        return cut(self.text, SearchSettings.model_fields["passage"].default)
 
 
 def functions() -> list[Function]:
@@ -189,8 +188,9 @@ def trained(folder: Path, documents: Sequence[Function], held_out: set[int], ste
     (folder / "texts").mkdir(parents=True)
     with (folder / "texts" / "functions.jsonl").open("w") as file:
         for number, each in enumerate(documents):
-            sentence = "" if number in held_out else f"{words(each.sentence)}\n"
-            file.write(json.dumps({"id": str(number), "text": sentence + each.head}) + "\n")
+            sentence = "" if number in held_out else f"{each.sentence}\n"
+            text = f"{sentence}{each.title}\n{each.text[:HEAD]}"
+            file.write(json.dumps({"id": str(number), "text": text}) + "\n")
     text = RECIPE.format(
         folder=folder / "texts", vocab_size=sized(8192, 512), steps=steps, batch=sized(256, 8)
     )  # fmt: skip
@@ -198,7 +198,7 @@ def trained(folder: Path, documents: Sequence[Function], held_out: set[int], ste
         parse_recipe(text, "functions.toml"), Store(folder / "store"), Progress.silent()
     ).artifacts
     print(made["embedder"].manifest.summary, flush=True)
-    return Embedder.load(made["embedder"].path, Tokenizer.load(made["tokenizer"].path))
+    return Embedder.load(made["embedder"].path, Tokenizer.load(made["embedder"].path))
 
 
 def interval(difference: np.ndarray) -> tuple[float, float]:
@@ -216,7 +216,9 @@ def main() -> None:
 
     args = parse(__doc__, arguments, smoke={"steps": 5, "splits": 1})
     documents = functions()
-    tokens = [ANALYSIS.terms(f"{each.title}\n{each.title}\n{each.text}") for each in documents]
+    passages = [(n, *part) for n, each in enumerate(documents) for part in each.passages()]
+    owners, titles = [n for n, *_ in passages], [each.title for each in documents]
+    tokens = [ANALYSIS.terms(f"{titles[n]}\n{titles[n]}\n{text}") for n, _, text in passages]
     peer = interpreters(args.peer, ("bm25s",), 1).get("bm25s")
     default = default_tantivy(documents)
     measured: dict[str, list[np.ndarray]] = {}
@@ -226,30 +228,24 @@ def main() -> None:
         rng = random.Random(split)
         results = {"tantivy's default": default(queries)}
         if peer:
-            sent = {"documents": tokens, "queries": [ANALYSIS.terms(text) for text in queries], "k": K}
+            sent = {"documents": tokens, "queries": [ANALYSIS.terms(text) for text in queries], "k": 8 * K}
             done = subprocess.run(
                 [peer, "-c", PEER], input=json.dumps(sent), capture_output=True, text=True, check=True,
                 env=environment(peer, 1),
             )  # fmt: skip
-            results["bm25s"] = json.loads(done.stdout)
+            rows = json.loads(done.stdout)
+            results["bm25s"] = [[*dict.fromkeys(owners[row] for row in each)][:K] for each in rows]
         with tempfile.TemporaryDirectory() as place:
             embed: Encode | None = None
             if args.steps:
                 held_out = set(range(split, len(documents), SPLITS))
-                embedder = trained(Path(place), documents, held_out, args.steps)
-
-                def embed(texts: list[str], embedder: Embedder = embedder) -> Vectors:
-                    return embedder.embed([words(text) or "?" for text in texts])
-
-            made = embed([each.head for each in documents]) if embed else None
-            vectors = [{"e": vector} for vector in made] if made is not None else [{} for _ in documents]
+                embed = trained(Path(place), documents, held_out, args.steps).embed
+            made = embed([f"{titles[n]}\n{text}" for n, _, text in passages]) if embed else None
+            parts = list[list[Passage]]([] for _ in documents)
+            for row, (n, start, text) in enumerate(passages):
+                parts[n].append(Passage(start, text, {} if made is None else {"e": made[row]}))
             index = open_index(Path(place) / "index", writable=True, encode=embed, encoder="e")
-            index.write(
-                [
-                    SearchDocument(str(n), n, [Passage(0, each.text, vector)], each.title)
-                    for n, (each, vector) in enumerate(zip(documents, vectors, strict=True))
-                ]
-            )
+            index.write([SearchDocument(str(n), n, parts[n], title) for n, title in enumerate(titles)])
             results["text"] = searched(index, queries, "text")
             results["typos"] = searched(index, [with_typos(text, rng) for text in queries], "text")
             if embed:

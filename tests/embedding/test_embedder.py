@@ -11,10 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 from tests.support.models.initialization import add_noise, generator
+from tests.support.tiny import make_document
 
 from whorl.embedding.embedder import Embedder, embed_ids, nearest, split_windows
+from whorl.embedding.span_pairs import SpanPairs
+from whorl.embedding.words import WordsSplit
 from whorl.errors import CheckpointError, ConfigError, DataError
 from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.tokens.shards import TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
 
 WORDS = Tokenizer.train(["to be or not to be, that is the question"] * 4, 280)
@@ -59,6 +63,37 @@ def test_embed_accepts_any_bytes_and_no_texts() -> None:
     assert embedder.embed([]).shape == (0, 16)
     with pytest.raises(DataError, match="text 1 is empty"):
         embedder.embed(["a", "", "b"])
+
+
+def test_words_give_identifiers_and_sentences_one_vector(tmp_path: Path) -> None:
+    Embedder(small(), WORDS, words=True).save(tmp_path / "words")
+    Embedder(small(), WORDS).save(tmp_path / "text")
+    of = {
+        name: Embedder.load(tmp_path / name, Tokenizer.load(tmp_path / name)).embed
+        for name in ("words", "text")
+    }
+    same = ["toBeOrNot", "to_be_or_not", "To be, or not?", b"to be or not"]
+    found = of["words"](same)
+    assert np.abs(found - of["text"](["to be or not"])).max() < 1e-6
+    assert np.abs(of["text"](same[:3]) - found[3]).max(axis=1).min() > 0.05
+    assert np.isfinite(of["words"](["?!"])).all(), "a text without words"
+
+
+def test_words_of_a_split_are_those_of_its_documents(tmp_path: Path) -> None:
+    texts = ["toBe = or_not(toBe)", "?!", "THE question of questions"]
+    write_shards([make_document(text, n) for n, text in enumerate(texts)], WORDS, tmp_path, "train")
+    pairs = SpanPairs(found := WordsSplit(TokenSet(tmp_path).split("train"), WORDS), 16, 2)
+    begin = found.starts + 1
+    ids = [found[s : s + n - 2] for s, n in zip(begin.tolist(), found.lengths.tolist(), strict=True)]
+    assert [WORDS.decode(each) for each in ids] == [
+        b"to be or not to be",
+        b"?!",
+        b"the question of questions",
+    ]
+    spans = pairs.batch(0, 0, 2)
+    whole = {n: WORDS.decode(ids[n]) for n in spans.documents.tolist()}
+    for side in (spans.first, spans.second):
+        assert all(WORDS.decode(s) in whole[n] for s, n in zip(side, spans.documents.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("max_length", [1, 2, 7, 64])

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from whorl.embedding.config import TextClassifierConfig
-from whorl.embedding.embedder import TokenizerProtocol, load_encoder, pad, save_encoder
+from whorl.embedding.embedder import load_encoder, pad, save_encoder
 from whorl.errors import CheckpointError
 from whorl.models.encoder import Encoder
 from whorl.objectives.classify import classification
 from whorl.objectives.next_token import Loss
 from whorl.store.files import load_json
+from whorl.tokens.tokenizer import Tokenizer
 from whorl.train.learner.update import MicroBatch
 from whorl.train.rows import RowTask
 
@@ -37,11 +38,11 @@ class TextClassifier:
     """An encoder with one output per class, its tokenizer, and the names of the classes."""
 
     encoder: Encoder
-    tokenizer: TokenizerProtocol
+    tokenizer: Tokenizer
     classes: tuple[str, ...]
 
     @classmethod
-    def load(cls, folder: Path, tokenizer: TokenizerProtocol, device: str = "cpu") -> TextClassifier:
+    def load(cls, folder: Path, tokenizer: Tokenizer, device: str = "cpu") -> TextClassifier:
         """Load what `save` wrote. Raises CheckpointError: a file is missing, damaged or of another type of model."""
         encoder = load_encoder(folder, KIND).to(device)
         classes = load_json(folder / "config.json").get("classes")

@@ -24,6 +24,10 @@ class EmbedConfig(BaseModel):
     min_span: int = Field(
         default=16, ge=1, description="ids of the shortest span; documents need twice as many"
     )
+    words: bool = Field(
+        default=False,
+        description="read words as the text index does (identifiers split, lower case): for search in code",
+    )
     batch_size: int = Field(
         default=128, ge=2, description="documents per step; each is contrasted with all others"
     )

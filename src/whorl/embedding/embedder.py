@@ -11,9 +11,9 @@ its content; to find passages, embed passages.
 The subtle point is batch invariance. Windows are sorted by length before batching, to reduce padding, and the encoder masks
 padding. A text has the same vector alone and in any batch, up to the rounding of sums (tested).
 
-The tokenizer is an argument (`TokenizerProtocol`). Both live in one folder, `Embedder.load(folder, Tokenizer.load(folder))`:
+Both live in one folder, `Embedder.load(folder, Tokenizer.load(folder))`:
 
-    config.json         the encoder's configuration
+    config.json         the encoder's configuration; words: texts are read as words (`embedding/words.py`)
     model.safetensors   its weights by name, fp32
     tokenizer.json      its tokenizer
 """
@@ -24,7 +24,7 @@ import json
 from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,25 +33,18 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from whorl.embedding.words import WordsTokenizer
 from whorl.errors import CheckpointError, ConfigError, DataError
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.nn.compiler import meta_device
 from whorl.store import Store
 from whorl.store.files import load_json, require_regular
+from whorl.tokens.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Vectors = NDArray[np.float32]
 Ids = NDArray[np.unsignedinteger[Any]]
 KIND = "embedder"
-
-
-class TokenizerProtocol(Protocol):
-    """The methods of a tokenizer that the embedder uses; `tokens.tokenizer.Tokenizer` has them."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    def encode(self, data: str | bytes) -> Ids: ...
-    def save(self, folder: Path) -> Path: ...
 
 
 class Embedder:
@@ -60,18 +53,20 @@ class Embedder:
     Args:
         encoder: computes on the device of its weights.
         tokenizer: the one that the encoder was trained with.
+        words: texts are read as their words (`embedding/words.py`).
 
     Raises:
         ConfigError: the tokenizer has more ids than the encoder.
     """
 
-    def __init__(self, encoder: Encoder, tokenizer: TokenizerProtocol) -> None:
+    def __init__(self, encoder: Encoder, tokenizer: Tokenizer, words: bool = False) -> None:
         if tokenizer.vocab_size > encoder.config.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {tokenizer.vocab_size:,} ids and the encoder {encoder.config.vocab_size:,}",
                 expected="the tokenizer of the encoder's training",
             )
-        self.encoder, self.tokenizer = encoder, tokenizer
+        self.encoder, self.words = encoder, words
+        self.tokenizer = WordsTokenizer(tokenizer) if words else tokenizer
 
     @property
     def dim(self) -> int:
@@ -84,17 +79,18 @@ class Embedder:
         return self.encoder.config.max_length
 
     @classmethod
-    def load(cls, folder: Path, tokenizer: TokenizerProtocol, device: str = "cpu") -> Embedder:
+    def load(cls, folder: Path, tokenizer: Tokenizer, device: str = "cpu") -> Embedder:
         """Load an embedder that `save` wrote.
 
         Raises:
             CheckpointError: a file is missing or damaged, or is of another type of model.
         """
-        return cls(load_encoder(folder).to(device), tokenizer)
+        encoder = load_encoder(folder).to(device)
+        return cls(encoder, tokenizer, bool(load_json(folder / "config.json").get("words")))
 
     def save(self, folder: Path) -> None:
         """Write the files listed at the top of this file; creates the folder."""
-        save_encoder(self.encoder, folder, KIND)
+        save_encoder(self.encoder, folder, KIND, words=self.words)
         self.tokenizer.save(folder)
 
     def embed(self, texts: Sequence[str | bytes], batch_size: int = 64) -> Vectors:
@@ -122,8 +118,6 @@ def open_encoder(store: Store, ref: str) -> tuple[str, Callable[[list[str]], Vec
     Raises:
         ConfigError: the artifact is no embedder. StoreError: it does not exist.
     """
-    from whorl.tokens.tokenizer import Tokenizer
-
     found = store.open(ref)
     if found.kind != KIND:
         raise ConfigError(f"{found.name} is of the kind {found.kind}", expected="an embedder", do="whorl ls")

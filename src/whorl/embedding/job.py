@@ -14,6 +14,7 @@ class EmbedJob(EmbedConfig):
     """The settings of one run: those of training, the data, the shape and the device."""
 
     tokens: str = Field(description="folder of the token set")
+    tokenizer: str = Field(default="", description="its folder; read where `words` is set")
     encoder: EncoderConfig
     threads: int = Field(default=1, ge=1)
     device: str = "cpu"
@@ -25,4 +26,6 @@ class EmbedJob(EmbedConfig):
             raise ValueError(
                 f"min_span ({self.min_span}) is more than max_length ({self.encoder.max_length})"
             )
+        if self.words and not self.tokenizer:
+            raise ValueError("words needs the folder of the tokenizer")
         return self

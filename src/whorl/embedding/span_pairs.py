@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from whorl.data.epoch_order import EpochOrder
 from whorl.embedding.embedder import Vectors
 from whorl.embedding.job import EmbedJob
+from whorl.embedding.words import WordsSplit
 from whorl.errors import DataError
 from whorl.tokens.shards import TokenSet, TokenSplit
-from whorl.tokens.tokenizer import Ids
+from whorl.tokens.tokenizer import Ids, Tokenizer
 from whorl.tracking.seeds import numpy_rng
 
 
@@ -34,7 +35,7 @@ class SpanPairs:
         min_span: ids of the shortest; documents of fewer than twice as many are skipped and counted in `skipped`.
     """
 
-    def __init__(self, split: TokenSplit, max_span: int, min_span: int) -> None:
+    def __init__(self, split: TokenSplit | WordsSplit, max_span: int, min_span: int) -> None:
         self.split, self.max_span, self.min_span = split, max_span, min_span
         self.documents = np.flatnonzero(split.lengths - 2 >= 2 * min_span)  # lengths count bos and eos
         self.skipped = len(split.lengths) - len(self.documents)
@@ -123,7 +124,12 @@ def open_pairs(
             f"{job.tokens} has {tokens.vocab_size:,} ids and the encoder {job.encoder.vocab_size:,}",
             expected="an encoder whose vocab_size is at least the token set's",
         )
-    pairs = SpanPairs(tokens.split("train"), job.encoder.max_length, job.min_span)
+    tokenizer = Tokenizer.load(Path(job.tokenizer)) if job.words else None
+
+    def opened(name: str) -> TokenSplit | WordsSplit:
+        return WordsSplit(tokens.split(name), tokenizer) if tokenizer else tokens.split(name)
+
+    pairs = SpanPairs(opened("train"), job.encoder.max_length, job.min_span)
     if pairs.skipped:
         log(
             f"{pairs.skipped:,} of {pairs.split.n_documents:,} documents skipped: "
@@ -137,7 +143,7 @@ def open_pairs(
         )
     evaluator = None
     if "validation" in tokens.splits:
-        validation = SpanPairs(tokens.split("validation"), job.encoder.max_length, job.min_span)
+        validation = SpanPairs(opened("validation"), job.encoder.max_length, job.min_span)
         evaluator = RecallEvaluator(validation, job.held_out) if len(validation) > 1 else None
     if evaluator is None:
         log("fewer than two held-out documents are long enough: recall is not measured")

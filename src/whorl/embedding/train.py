@@ -106,7 +106,7 @@ class EmbedTask(Task[MicroBatch]):
 
     @property
     def identity(self) -> dict[str, Any]:
-        settings = self.job.model_dump(mode="json", exclude={"tokens", "threads", "device"})
+        settings = self.job.model_dump(mode="json", exclude={"tokens", "tokenizer", "threads", "device"})
         return {**settings, "data": self.pairs.split.fingerprint}
 
     def allocate(self, replicas: int) -> SharedState:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.support.notes import write_notes
 from tests.support.recipes.align_steps import run_text
@@ -65,6 +66,16 @@ def test_embedder_artifact_content() -> None:
     metrics = [json.loads(line) for line in file.open()]
     assert [m["step"] for m in metrics] == list(range(1, 31))
     assert [m["step"] for m in metrics if "recall_at_1" in m] == [10, 20, 30]
+
+
+def test_embedder_of_words_is_trained_and_asked_on_words() -> None:
+    made = run_text(RECIPE, "embedder.words=true")["embedder"]
+    embed = Embedder.load(made.path, Tokenizer.load(made.path)).embed
+    one, two = embed(["parseDate(text)", "Parse date, text?"])
+    np.testing.assert_allclose(one, two, atol=1e-6)
+    plain = run_text(RECIPE)["embedder"]
+    weights = [found.file("model.safetensors").read_bytes() for found in (made, plain)]
+    assert weights[0] != weights[1], "the notes have line ends, which are no words"
 
 
 @pytest.mark.parametrize(

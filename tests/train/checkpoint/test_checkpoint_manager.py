@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,13 +62,17 @@ def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_due_defers_while_writing_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "write_checkpoint", delayed(writer.write_checkpoint))
+    write, free = writer.write_checkpoint, threading.Event()
+    monkeypatch.setattr(
+        writer, "write_checkpoint", lambda *words, **more: free.wait(60) and write(*words, **more)
+    )
     messages: list[str] = []
     with CheckpointManager(tmp_path, {}, seconds=0.1, thread=True, log=messages.append) as manager:
-        assert manager.save(1, state()) < 0.4
+        manager.save(1, state())  # returns while the disk is not free
         time.sleep(0.15)
         assert not manager.due() and not manager.due()
         assert manager.stats.deferred == 1 and ["checkpoint deferred" in text for text in messages] == [True]
+        threading.Timer(0.3, free.set).start()
         assert manager.save(2, state(2)) > 0.2  # an explicit save waits
         assert manager.stats.written == 1
     assert manager.stats.written == 2 and load_latest(tmp_path).step == 2  # type: ignore[union-attr]

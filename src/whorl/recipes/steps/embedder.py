@@ -90,8 +90,8 @@ def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
         ctx, "Training", train, note=_progress_note, total=job.steps,
         recorder=partial(StageRecorder, log_if=lambda step, found: step % every == 0 or "recall_at_10" in found),
     )  # fmt: skip
-    Embedder(result.trained, tokenizer).save(ctx.out)
-    (ctx.out / "job.json").write_text(job.model_dump_json(indent=2, exclude={"tokens"}) + "\n")
+    Embedder(result.trained, tokenizer, config.words).save(ctx.out)
+    (ctx.out / "job.json").write_text(job.model_dump_json(indent=2, exclude={"tokens", "tokenizer"}) + "\n")
     final, headline = dict[str, float](), "no held-out documents to measure recall on"
     title = "Finding the other span of a document"
     if held_out is not None:
@@ -141,6 +141,7 @@ def _build_job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
     )
     return EmbedJob(
         tokens=str(folder),
+        tokenizer=str(ctx.parents["tokenizer"].path),
         encoder=shape,
         threads=config.threads or ctx.machine.threads,
         device=ctx.machine.device,

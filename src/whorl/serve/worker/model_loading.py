@@ -207,8 +207,8 @@ def load_embedder(location: ModelLocation, machine: Machine) -> ServedEmbedder:
     Raises:
         CheckpointError, DataError: a file is missing or damaged.
     """
-    words = Tokenizer.load(location.folder)
-    embedder = Embedder.load(location.folder, words, machine.device)
+    embedder = Embedder.load(location.folder, Tokenizer.load(location.folder), machine.device)
+    words = embedder.tokenizer
 
     def embed(ids: Sequence[int]) -> Generator[None, None, list[float]]:
         pieces = embedding_pieces(embedder.encoder, [np.asarray(ids, words.dtype)], batch_size=1)
