@@ -159,7 +159,7 @@ def test_a_wrong_peer_is_refused_before_any_bench(
 def test_scripts_with_a_quick_form_are_found() -> None:
     assert len(run_all.scripts()) > 60
     assert sum(map(run_all.has_quick_form, run_all.scripts())) > 50
-    assert sum(map(run_all.needs_store, run_all.scripts())) == 13
+    assert sum(map(run_all.needs_store, run_all.scripts())) == 14
 
 
 @pytest.mark.parametrize("variable", ["WHORL_HOME", _run.STORE])

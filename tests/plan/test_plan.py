@@ -17,7 +17,7 @@ from whorl.plan import expected, planner
 from whorl.plan.accounting.model_cost import decoder_config, training_cost
 from whorl.plan.config import PlanConfig
 from whorl.plan.forecast import RunInputs, forecast
-from whorl.plan.laws.law import fitted_law
+from whorl.plan.laws.law import bytes_per_token, fitted_law
 from whorl.plan.training_plan import Evidence, TrainingPlan
 from whorl.recipes import load_recipe
 from whorl.recipes.steps.pretrain.plan import with_first_step
@@ -51,9 +51,11 @@ def forbid_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "time_steps", lambda *_, **__: pytest.fail("timed"))
 
 
-def plan(machine: Machine = MACHINE, measure: Any = None, **config: object) -> TrainingPlan:
+def plan(
+    machine: Machine = MACHINE, measure: Any = None, corpus_bytes: int = 30_000_000, **config: object
+) -> TrainingPlan:
     settings = PlanConfig.model_validate(config)
-    return planner.make_plan(settings, machine, 30_000_000, Progress.silent(), Evidence(probe=measure))
+    return planner.make_plan(settings, machine, corpus_bytes, Progress.silent(), Evidence(probe=measure))
 
 
 def test_plan_fills_time_budget() -> None:
@@ -231,6 +233,20 @@ def test_forecast_names_what_it_cannot_estimate() -> None:
 def test_plan_that_does_not_fit_memory_names_settings(settings: dict[str, int]) -> None:
     with pytest.raises(BudgetError, match=r"(?s)training needs .* GB.*plan.ngram_buckets.*plan.batch_size"):
         plan(budget="1e15flops", deterministic=True, **settings)
+
+
+def test_short_text_that_is_repeated_has_no_ngram_tables() -> None:
+    def rows(corpus_bytes: int = 3_000_000, **config: object) -> int:
+        made = plan(corpus_bytes=corpus_bytes, **config)
+        found = made.job.model.ngram
+        assert any("would memorize" in line for line in made.arithmetic) == (found is None)
+        return found.buckets if found is not None else 0
+
+    assert [rows(budget=budget) for budget in ("20s", "5h")] == [65_536, 0]
+    assert rows(30_000_000, budget="5h") == 65_536
+    per_pass = 3e6 / (8 * 256 * bytes_per_token(1024))
+    assert [rows(steps=int(n * per_pass)) for n in (1.0, 1.4, 1.6)] == [65_536, 65_536, 0]
+    assert [rows(steps=int(n * per_pass), ngram_buckets=512) for n in (1.0, 1.6)] == [512, 512]
 
 
 @pytest.mark.parametrize(("steps", "warns"), [(1000, False), (200_000, True)])

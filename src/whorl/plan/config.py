@@ -41,7 +41,10 @@ class PlanConfig(BaseModel):
         default=None, ge=0, lt=1,
         description="fraction of the steps, at the end, with rows of four times the length; default: 0.1 on a CPU",
     )  # fmt: skip
-    ngram_buckets: int = Field(default=65_536, ge=16)
+    ngram_buckets: int | None = Field(
+        default=None, ge=16,
+        description="rows of each n-gram table; default: 65,536; none for less than 4 MB that is read more than 1.5 times",
+    )  # fmt: skip
     steps: int | None = Field(default=None, ge=1, description="if given, nothing is timed")
     replicas: int | None = Field(default=None, ge=1, description="default: one per core")
     compile: bool | None = Field(default=None, description="default: the faster, by timing")

@@ -78,6 +78,11 @@ def build_plan(
         f"memory: {expected['memory_bytes'] / 1e9:.2f} GB expected peak, {at_end.activation_bytes / 1e9:.2f} GB of it "
         "activations (pretrain.run.activation_budget or pretrain.train.micro_batch_size lower them)",
     ]
+    if model.ngram is None and config.model is None:
+        lines.append(
+            f"no n-gram tables: they would memorize text that is read {expected['epochs']:.1f} times "
+            "(plan.ngram_buckets=65536 keeps them)"
+        )
     if expected["epochs"] > MAX_USEFUL_EPOCHS:
         smaller = Budget.parse(config.budget).scaled(MAX_USEFUL_EPOCHS / expected["epochs"])
         instead = f"or --budget {smaller}" if config.steps is None else "or fewer plan.steps"

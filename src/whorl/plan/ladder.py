@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from whorl.machine.budget import Budget
 from whorl.models import TransformerConfig
@@ -28,6 +29,9 @@ Shape = tuple[int, int]  # width, depth
 TIMED_DEPTHS = (1, 3)
 TIE = 0.005  # relative difference of expected bits per byte; the law errs by up to 0.03
 SAME = 0.001  # relative difference of two costs over a life that is none
+# n-gram tables memorize a short text that is read again. 3 MB of Python have, with 65,536 rows and with 16, 1.21 and 1.22
+# bits per byte after 1.1 passes, and 1.25 and 1.14 after 2.3 (bench/plan/repeats.py). Longer texts were not measured.
+FRESH_PASSES, SHORT_TEXT = 1.5, 4e6
 VOCAB_SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 
 
@@ -114,7 +118,6 @@ def rank(
     tokens = config.data.batch_size * config.data.seq_len
     for (width, depth), cost in costs.items():
         for vocabulary in [config.vocab_size] if config.vocab_size else VOCAB_SIZES:
-            model = decoder_config(width, depth, vocabulary, ngram_buckets=config.ngram_buckets)
             flops = (cost.token_flops + 6.0 * width * (vocabulary - timed_vocabulary)) * tokens
             # The vocabulary changes the step time in proportion to its FLOPs.
             step = times.seconds((width, depth)) * (1 + 0.5 * (flops / times.flops[width, depth] - 1))
@@ -122,9 +125,21 @@ def rank(
             seen = max(1, steps) * tokens * bytes_per_token(vocabulary)
             # A repeated epoch is worth less than new text (Muennighoff et al. 2023, arXiv:2305.16264, eq. 5).
             effective = effective_bytes(seen, corpus_bytes)
+            model = shape_model(config, (width, depth), vocabulary, steps, corpus_bytes)
             bits = float(law.loss(cost.block_params, effective, vocabulary))
             found.append(Candidate(model, step, steps, bits, cost.block_params))
     return found
+
+
+def shape_model(
+    config: PlanConfig, shape: Shape, vocabulary: int, steps: int = 0, corpus_bytes: int = 0
+) -> TransformerConfig:
+    """Return the model of a shape that reads a text for `steps`; 0: one that is timed, with n-gram tables."""
+    tables: dict[str, Any] = {} if config.ngram_buckets is None else {"ngram_buckets": config.ngram_buckets}
+    seen = steps * config.data.batch_size * config.data.seq_len * bytes_per_token(vocabulary)
+    if not tables and steps and corpus_bytes < SHORT_TEXT and seen > FRESH_PASSES * corpus_bytes:
+        tables = {"ngram_orders": ()}
+    return decoder_config(*shape, vocabulary, **tables)
 
 
 def best_candidate(found: Sequence[Candidate]) -> Candidate:

@@ -27,10 +27,10 @@ from whorl.machine.budget import Budget
 from whorl.machine.device_probe import Machine, usable_cores
 from whorl.models import TransformerConfig
 from whorl.parallel.process_group import launched_ranks
-from whorl.plan.accounting.model_cost import TrainingCost, decoder_config, training_cost
+from whorl.plan.accounting.model_cost import TrainingCost, training_cost
 from whorl.plan.config import PlanConfig
 from whorl.plan.expected import LOOP_OVERHEAD, build_plan, memory_error
-from whorl.plan.ladder import VOCAB_SIZES, Candidate, Shape, StepTimes, choose_candidate, ladder
+from whorl.plan.ladder import VOCAB_SIZES, Candidate, Shape, StepTimes, choose_candidate, ladder, shape_model
 from whorl.plan.training_plan import Evidence, TrainingPlan
 from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
@@ -70,14 +70,14 @@ def make_plan(
     budget, evidence = Budget.parse(config.budget), evidence or Evidence()
     replicas = config.replicas or _choose_replicas(config, machine)
     if config.steps is not None:
-        model = _fixed_model(config)
+        model = _fixed_model(config, corpus_bytes)
         job = _build_job(config, model, machine, replicas, config.steps, compile=bool(config.compile))
         return build_plan(config, machine, job, corpus_bytes, None, [], evidence.law)
     candidates: list[Candidate] = []
     chosen: TransformerConfig
     uncompiled: float | None = None
     if config.model is not None:
-        chosen = _fixed_model(config)
+        chosen = _fixed_model(config, corpus_bytes)
         _check_budget(config, budget, machine, chosen, replicas)
     else:
         ranked = _rank_candidates(config, machine, replicas, budget, corpus_bytes, progress, evidence)
@@ -139,15 +139,12 @@ def _choose_replicas(config: PlanConfig, machine: Machine) -> int:
     return max(n for n in range(1, limit + 1) if config.data.batch_size % n == 0)
 
 
-def _fixed_model(config: PlanConfig) -> TransformerConfig:
+def _fixed_model(config: PlanConfig, corpus_bytes: int) -> TransformerConfig:
     if config.model is not None:
         return TransformerConfig.model_validate(config.transformer_fields())
-    return decoder_config(
-        config.d_model or 128,
-        config.n_layers or 4,
-        config.vocab_size or 1024,
-        ngram_buckets=config.ngram_buckets,
-    )
+    vocabulary = config.vocab_size or 1024
+    shape = config.d_model or 128, config.n_layers or 4
+    return shape_model(config, shape, vocabulary, config.steps or 0, corpus_bytes)
 
 
 def _build_job(
@@ -216,7 +213,7 @@ def _ladder_costs(
     kept: dict[Shape, TrainingCost] = {}
     for width, depth in ladder():
         shape = config.d_model or width, config.n_layers or depth
-        model = decoder_config(*shape, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
+        model = shape_model(config, shape, config.vocab_size or 1024)
         cost = _cost(config, model, replicas)
         if cost.peak_memory_bytes >= 0.6 * machine.ram_bytes:
             if not kept:
@@ -237,9 +234,7 @@ def _rank_candidates(
 ) -> tuple[list[Candidate], Candidate, bool]:  # fmt: skip
     """Return every shape with every vocabulary, the best one, and whether a shape was timed."""
     costs = _ladder_costs(config, machine, replicas, budget)
-    smallest = decoder_config(
-        *next(iter(costs)), config.vocab_size or VOCAB_SIZES[0], ngram_buckets=config.ngram_buckets
-    )
+    smallest = shape_model(config, next(iter(costs)), config.vocab_size or VOCAB_SIZES[0])
     _check_budget(config, budget, machine, smallest, replicas)
     rows = config.data.model_copy(update={"batch_size": max(1, config.data.batch_size // replicas)})
     share = config.model_copy(update={"data": rows})
@@ -247,7 +242,7 @@ def _rank_candidates(
     ratio = _compiled_time_ratio(config, machine)
 
     def measure(width: int, depth: int) -> float:
-        model = decoder_config(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
+        model = shape_model(config, (width, depth), config.vocab_size or 1024)
         job = _build_job(share, model, machine, 1, 1, compile=False).model_copy(update={"threads": 1})
         return time_steps(job, seconds=0.3, warmup=1).step_seconds * ratio
 

@@ -27,7 +27,7 @@ SCORED_BYTES = 400_000  # of the test split at most
 
 def flops_in(seconds: float, machine: Machine) -> float:
     """Return the FLOPs that runs of a study do in a time, by timed steps of one shape."""
-    job = make_plan(PlanConfig(steps=1000, d_model=128, n_layers=3), machine, 1, Progress.silent()).job
+    job = make_plan(PlanConfig(steps=1000, d_model=128, n_layers=3), machine, 10**12, Progress.silent()).job
     cost = training_cost(job.model, batch_size=job.batch_size, seq_len=job.seq_len, replicas=1)
     rate = cost.token_flops * job.batch_size * job.seq_len / time_steps(job, seconds=0.5).step_seconds
     return USABLE * seconds * rate
