@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -195,13 +196,17 @@ def completion_time() -> None:
     )  # fmt: skip
     rng, rows, errors = numpy_rng(0, "bench", "rules"), [], {}
     for prompt in sized((32, 512), (8,)):
-        for number in range(2):  # the first one warms up
+        runs = list[list[float]]()
+        for number in range(sized(6, 2)):  # the first one warms up
             engine.add(ask(10 * prompt + number, rng.integers(9, 4096, prompt).tolist(), lengths[-1]))
             at, before = [time.perf_counter()], engine.stats.output_tokens
             while engine.busy:
                 engine.step()
                 new = engine.stats.output_tokens - before - (len(at) - 1)
                 at += [time.perf_counter()] * new
+            runs.append(at)
+        # Of five runs the median time of each token, so that a pause of the machine counts once.
+        at = [0.0, *np.cumsum(np.median(np.diff(runs[1:], axis=1), axis=0))]
         first, window = at[1] - at[0], min(lengths)
         start = (at[window] - at[1]) / (window - 1)  # seconds of a token at the beginning
         for n in lengths:
