@@ -1,7 +1,7 @@
 """Text that is read several times: a model with n-gram tables, and one without.
 
     python bench/plan/repeats.py --store .whorl        # 15 minutes on two quiet cores
-    python bench/plan/repeats.py --store .whorl --megabytes 1.5 1000
+    python bench/plan/repeats.py --store .whorl --megabytes 1.5 1000 --rows 65536 4096 16 0
 
 A random choice of 3 MB of training files trains the planner's 3 x 128 for 2,400 steps, with branches at
 an eighth, a quarter and half of them. The claim: after more than FRESH_PASSES passes, which is where the planner
@@ -14,6 +14,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,14 +58,17 @@ def subset(whole: TokenSet, tokenizer: Tokenizer, size: float, folder: Path) -> 
 def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--store", default=None)
-        parser.add_argument("--megabytes", type=float, nargs="*", default=[3.0])
+        parser.add_argument("--megabytes", type=float, nargs="+", default=[3.0])
+        parser.add_argument(
+            "--rows", type=int, nargs="+", default=[65_536, 0], help="of each n-gram table; 0: none"
+        )
 
     a = parse(__doc__, arguments, smoke={"megabytes": [0.03]})
     store, machine = open_store(a.store), probe()
     whole = TokenSet(store.open("quickstart/tokens").path)
     tokenizer = Tokenizer.load(store.open("quickstart/tokenizer").path)
     for size in a.megabytes:
-        found, passes = dict[str, list[float]](), list[float]()
+        found, passes = dict[int, list[float]](), list[float]()
         with tempfile.TemporaryDirectory() as top:
             tokens = subset(whole, tokenizer, 1e6 * size, Path(top) / "tokens")
             split = TokenSet(tokens).split("train")
@@ -74,22 +78,26 @@ def main() -> None:
             )  # fmt: skip
             job = make_plan(config, machine, split.n_bytes, Progress.silent()).job
             passes = [share * job.steps * job.batch_size * job.seq_len / len(split) for share in FRACTIONS]
-            without = decoder_config(
-                job.model.d_model, job.model.n_layers, whole.vocab_size, ngram_orders=(),
-                trained_length=job.model.trained_length,
-            )  # fmt: skip
-            for name, model in (("tables", job.model), ("without", without)):
+            for rows in a.rows:
+                tables: dict[str, Any] = {"ngram_buckets": rows} if rows else {"ngram_orders": ()}
+                model = decoder_config(
+                    job.model.d_model, job.model.n_layers, whole.vocab_size, trained_length=job.model.trained_length,
+                    **tables,
+                )  # fmt: skip
                 own = job.model_copy(update={"tokens": str(tokens), "evaluations": 1, "model": model})
-                found[name] = train_run(own, Path(top) / name, FRACTIONS)
+                found[rows] = train_run(own, Path(top) / str(rows), FRACTIONS)
         for at, *bits in zip(passes, *found.values(), strict=True):
             print(f"{split.n_bytes / 1e6:.1f} MB, {at:.2f} passes: {bits}", flush=True)
-        tables, none = found["tables"], found["without"]
-        right = [(n < t) == (at > FRESH_PASSES) for at, n, t in zip(passes, none, tables, strict=True)]
+        most, least = found[a.rows[0]], found[a.rows[-1]]
+        right = [
+            (few < many) == (at > FRESH_PASSES) for at, few, many in zip(passes, least, most, strict=True)
+        ]
         claim(
-            f"a model without n-gram tables is better after more than {FRESH_PASSES:g} passes, and not before",
-            ours=none[-1], peer=tables[-1], peer_name="with tables", unit="bits per byte after all steps",
-            ratio=none[-1] / tables[-1], bar=1.0, ok=all(right), variant=f"{size:g} MB",
-            samples=[{"passes": passes, "without": none, "tables": tables}],
+            f"{a.rows[-1]} rows in n-gram tables are better than {a.rows[0]} after more than {FRESH_PASSES:g} passes, "
+            "and not before",
+            ours=least[-1], peer=most[-1], peer_name=f"{a.rows[0]} rows", unit="bits per byte after all steps",
+            ratio=least[-1] / most[-1], bar=1.0, ok=all(right), variant=f"{size:g} MB",
+            samples=[{"passes": passes, "bits_per_byte": {str(rows): bits for rows, bits in found.items()}}],
         )  # fmt: skip
 
 

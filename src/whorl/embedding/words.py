@@ -47,9 +47,8 @@ class WordsSplit:
         texts = [tokenizer.decode(ids[1:-1]) for ids in whole]
         parts = WordsTokenizer(tokenizer).encode_batch(texts)
         self.fingerprint, self.n_documents = split.fingerprint, split.n_documents
-        self.lengths = np.array(
-            [len(ids) + 2 for ids in parts], np.int64
-        )  # with bos and eos, which no span has
+        # As if each document had bos and eos, which no span has: `SpanPairs` leaves both out.
+        self.lengths = np.array([len(ids) + 2 for ids in parts], np.int64)
         self.starts = np.cumsum(self.lengths - 2) - self.lengths + 1
         self._ids = np.concatenate([*parts, np.empty(0, tokenizer.dtype)])
 

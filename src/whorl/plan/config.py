@@ -11,12 +11,8 @@ from whorl.machine.budget import MIN_SECONDS, Budget, BudgetText
 from whorl.train.config import DataConfig, OptimConfig, RoutingConfig
 
 FRACTIONS = (0.25, 0.5, 1.0)  # of the steps of a study's run: two decay branches, and the run itself
-
-
-FACTORS, BATCHES = (
-    (0.5, 1.0, 2.0),
-    (2.0, 4.0),
-)  # of a study's grids: of the default rates; of the rows of a step
+FACTORS = (0.5, 1.0, 2.0)  # of a study's grids: of the default rates
+BATCHES = (2.0, 4.0)  # of a study's grids: of the rows of a step
 
 
 class PlanConfig(BaseModel):

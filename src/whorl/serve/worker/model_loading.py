@@ -208,13 +208,13 @@ def load_embedder(location: ModelLocation, machine: Machine) -> ServedEmbedder:
         CheckpointError, DataError: a file is missing or damaged.
     """
     embedder = Embedder.load(location.folder, Tokenizer.load(location.folder), machine.device)
-    words = embedder.tokenizer
+    tokenizer = embedder.tokenizer
 
     def embed(ids: Sequence[int]) -> Generator[None, None, list[float]]:
-        pieces = embedding_pieces(embedder.encoder, [np.asarray(ids, words.dtype)], batch_size=1)
+        pieces = embedding_pieces(embedder.encoder, [np.asarray(ids, tokenizer.dtype)], batch_size=1)
         found: list[float] = (yield from pieces)[0].tolist()
         return found
 
     return ServedEmbedder(
-        location.names[0], words, embedder.max_seq_length, embed, frozenset(location.names[1:])
+        location.names[0], tokenizer, embedder.max_seq_length, embed, frozenset(location.names[1:])
     )
